@@ -12,10 +12,11 @@ constexpr Range kEverywhere{0, std::numeric_limits<std::size_t>::max()};
 
 class PiecedBackup::PieceSaver final : public Saver {
  public:
-  PieceSaver(PiecedBackup& whole, std::shared_ptr<Backup> piece, std::unique_ptr<Saver> saver)
-      : whole_(whole), piece_(std::move(piece)), saver_(std::move(saver)) {}
+  PieceSaver(PiecedBackup& whole, Driver& driver, std::shared_ptr<Backup> piece, std::unique_ptr<Saver> saver)
+      : whole_(whole), driver_(driver), piece_(std::move(piece)), saver_(std::move(saver)) {}
   ~PieceSaver() override {
-    saver_.reset();  // its threads write to `saved` of the piece
+    saver_.reset();                                  // its threads write to `saved` of the piece
+    if (!piece_->complete()) drain_copies(driver_);  // its memory may return to the arena
     const Ranges saved = piece_->saved.within(kEverywhere);
     if (saved.empty()) return;
     for (const Range& range : saved) whole_.saved.add(range);
@@ -27,33 +28,58 @@ class PiecedBackup::PieceSaver final : public Saver {
 
  private:
   PiecedBackup& whole_;
+  Driver& driver_;
   std::shared_ptr<Backup> piece_;
   std::unique_ptr<Saver> saver_;
 };
 
+// A piece without memory for its loader waits for the end of the others.
 class PiecedBackup::PiecesLoader final : public Loader {
  public:
+  explicit PiecesLoader(Driver& driver) : driver_(driver) {}
+  void open(Backup& piece, Ranges wanted) {
+    try {
+      loaders_.push_back(piece.loader(driver_, wanted));
+    } catch (const BackupError&) {
+      if (loaders_.empty()) throw;
+      later_.emplace_back(&piece, std::move(wanted));
+    }
+  }
   void add(Range memory) override {
     for (const auto& each : loaders_) each->add(memory);
+    if (!later_.empty()) there_.push_back(memory);
   }
   void finish() override {
-    for (const auto& each : loaders_) each->finish();
+    for (auto& each : loaders_) {
+      each->finish();
+      each.reset();
+    }
+    for (const auto& [piece, wanted] : later_) {
+      const auto loader = piece->loader(driver_, wanted);
+      for (const Range& memory : there_) loader->add(memory);
+      loader->finish();
+    }
   }
+
+ private:
+  Driver& driver_;
   std::vector<std::unique_ptr<Loader>> loaders_;
+  std::vector<std::pair<Backup*, Ranges>> later_;
+  Ranges there_;
 };
 
 std::unique_ptr<Saver> PiecedBackup::saver(Driver& driver, Ranges batches) {
   pieces_.reserve(pieces_.size() + 1);  // so that the end of the saver cannot fail
   std::shared_ptr<Backup> piece = make_(saved.missing_from(intersect(parts(), joined(batches))));
   std::unique_ptr<Saver> saver = piece->saver(driver, std::move(batches));
-  return std::make_unique<PieceSaver>(*this, std::move(piece), std::move(saver));
+  return std::make_unique<PieceSaver>(*this, driver, std::move(piece), std::move(saver));
 }
 
 std::unique_ptr<Loader> PiecedBackup::loader(Driver& driver, Ranges wanted) {
-  auto all = std::make_unique<PiecesLoader>();
+  auto all = std::make_unique<PiecesLoader>(driver);
   for (const auto& piece : pieces_)
     if (Ranges part = intersect(piece->saved.within(kEverywhere), wanted); !part.empty())
-      all->loaders_.push_back(piece->loader(driver, std::move(part)));
+      all->open(*piece, std::move(part));
   return all;
 }
 

@@ -45,7 +45,8 @@ class Reading {
  public:
   Reading(Region& region, Range range) : region_(region) {
     copy_offered(range);
-    std::lock_guard lock(core().mutex);
+    std::unique_lock lock(core().mutex);
+    wait_until(lock, core().changed, kNever, [&] { return !region.evicting(); });
     backup = region.backup();
     // After the death of the context the backup has the only contents, also for a frozen region that was active.
     if (region.state() != State::paused && region.state() != State::lost)

@@ -266,7 +266,8 @@ bool Region::drop(Range segment) {
 
 bool Region::touches(Range range) const {
   std::lock_guard lock(device.mutex);
-  return segments_.any_within(range.offset, range.end()) || !overlapping(chunks_, range).empty();
+  return segments_.any_within(range.offset, range.end()) || !overlapping(chunks_, range).empty() ||
+         !overlapping(offered_, range).empty();
 }
 
 // Layouts

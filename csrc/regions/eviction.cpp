@@ -187,12 +187,15 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
 
 void evict_within(Region& region, Range range) {
   if (region.offered_bytes() == 0 && !region.evicting()) return;
+  std::unique_lock only(region.device.evictions, std::defer_lock);
+  while (!only.try_lock_for(kBetweenLooks)) WaitsEndWith::look();
   const CaptureGate::Pass pass(region.device.parts.gate);
   if (!pass)
     throw Error("a CUDA graph is being captured, and the contents of region '" + region.tag +
                 "' are in device memory until a copy: end the capture first");
   std::unique_lock lock(core().mutex);
-  wait_until(lock, core().changed, kNever, [&] { return !region.evicting(); });
+  wait_until(lock, core().changed, kNever,
+             [&] { return !region.evicting() && !(region.state() == State::paused && region.in_use()); });
   if (region.state() != State::paused || !region.may_evict()) return;
   const Evicting mark(region);
   lock.unlock();

@@ -146,7 +146,10 @@ void Region::allow_again() {
 
 std::optional<DriverError> Region::unmap(const std::vector<Slot>& slots, std::vector<Chunk>* freed) {
   std::optional<DriverError> refusal;
-  for (const Range& run : runs(slots)) {
+  std::vector<Slot> mapped_ones;
+  for (const Slot& slot : slots)
+    if (chunks_.contains(slot.offset)) mapped_ones.push_back(slot);
+  for (const Range& run : runs(mapped_ones)) {
     std::optional<DriverError> error;
     try {
       device.driver->unmap(run.offset, run.size);

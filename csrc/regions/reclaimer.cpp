@@ -201,7 +201,7 @@ void Reclaimer::run() {
     lock.lock();
     if (!captures && device_.waiting_allocations == 0) asks_python_ = queries().note("caches", device_.driver->name);
     std::optional<bool> told;  // whether Python had yet to answer when the rest was told
-    while (!captures && !stop_ && (is_resting || asks_python_) && requested_ == number) {
+    while (!captures && !stop_ && (is_resting || asks_python_) && requested_ == number && offered_ == 0) {
       const bool asks = asks_python_;
       lock.unlock();
       if (tells && told != asks) tell(asks, is_resting);
@@ -212,7 +212,7 @@ void Reclaimer::run() {
       is_resting = rests() && !device_.parts.gate.capturing();
       lock.lock();
     }
-    if (requested_ != number && !stop_) {  // the next pass tells as well
+    if ((requested_ != number || offered_ > 0) && !stop_) {  // the next pass tells as well
       tells_ |= tells;
       continue;
     }

@@ -67,7 +67,7 @@ class Reclaim:
         head, *others = waiting
         for demand in others:  # returned memory goes to the first demand
             if demand.stall_reported == demand.messages:
-                self._tell(demand, more=False)
+                self._tell(demand, more=self._may_give)
         if self._pool.is_moving:
             return
         if self._head != (head, head.messages):
@@ -112,6 +112,10 @@ class Reclaim:
     @property
     def _longest_s(self) -> float:
         return LONGEST_ROUND_S if self._offering is None else LONGEST_COPY_S
+
+    @property
+    def _may_give(self) -> bool:
+        return any(each.offered_bytes and each.id not in self._exhausted for each in self._clients.values())
 
     def _ask_for_offers(self, head: Demand, now: float) -> bool:
         """Asks the next client for what the demand lacks. False: none has anything left to give."""
