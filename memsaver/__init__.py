@@ -39,12 +39,14 @@ from memsaver.errors import (  # noqa: E402
     Error,
     GuestError,
     OutOfMemoryError,
+    RebuildError,
     ReceiveError,
     RegionPausedError,
     VerifyError,
     WaitTimeoutError,
 )
 from memsaver.figures import stats  # noqa: E402
+from memsaver.policies import Derived  # noqa: E402
 from memsaver.regions import Region, capturing, outside, region  # noqa: E402
 from memsaver.transitions import (  # noqa: E402
     Transition,
@@ -70,8 +72,9 @@ _WITH_TORCH = {
 }  # fmt: skip
 __version__ = "0.1.0"
 __all__ = [
-    "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
-    "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Transition",
+    "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "Derived", "DriverError",
+    "Error", "Guest", "GuestError", "OutOfMemoryError", "RebuildError", "ReceiveError", "Region", "RegionPausedError",
+    "Transition",
     "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing",
     "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
     "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",

@@ -228,6 +228,16 @@ class ReceiveError(Error):
     pid: int | None = None
 
 
+class RebuildError(Error):
+    """``Derived.rebuild`` has raised an error, its cause. The regions of the resume are paused with their contents.
+
+    Attributes:
+        tag: The tag of the region.
+    """
+
+    tag: str
+
+
 class VerifyError(Error):
     """Contents have changed between a pause and a resume. Only ``configure(verify=True)`` looks for this.
 
@@ -237,6 +247,7 @@ class VerifyError(Error):
         tag: The tag of the region.
         segment: The address of the segment with the first difference.
         offset: The offset of the difference within the segment, in bytes, rounded down to 8 KiB.
+        parts: The allocations with differences: tuples of address and bytes. Neighbours may be joined.
 
     Examples:
         >>> memsaver.configure(verify=True)
@@ -254,6 +265,7 @@ class VerifyError(Error):
     tag: str
     segment: int
     offset: int
+    parts: list[tuple[int, int]]
 
 
 def gib(nbytes: int) -> str:

@@ -101,6 +101,47 @@ None: the group's policies for the phase.
 TurnRestore = bool | Mapping[str, bool | Mapping[str, bool]] | None
 """Whether a group's turn restores contents, in the forms of TurnBackup. None: the group's values for the phase."""
 
+
+@dataclass(frozen=True)
+class Derived:
+    """A policy for a region whose contents can be computed again from other regions: a pause copies nothing.
+
+    A resume calls ``rebuild()`` after the contents of the other regions have arrived, and before the region is active.
+    With ``restore=False`` it does not. A pause with ``backup="host"`` or ``"disk"`` keeps the contents as in other
+    regions. In ``memsaver.stats()`` the policy is ``"none"``.
+
+    Attributes:
+        rebuild: Writes the contents into the tensors of the region, and neither enters nor allocates in it. It has to
+            wait for work that it queues on other devices than the region's. If it raises, all regions of the resume are
+            paused again with their contents, and the resume raises RebuildError.
+        after: The tags whose contents ``rebuild()`` reads. All of their regions have to be active, or to resume in the
+            same call with their contents. A resume for which one is not raises RegionPausedError, and nothing has
+            changed.
+
+    Raises:
+        TypeError: ``rebuild`` cannot be called, or ``after`` is not a list of tags.
+
+    Examples:
+        >>> master = memsaver.region("master", device="cpu", backup="host")
+        >>> fp32 = master.empty(256).fill_(0.5)
+        >>> cast = memsaver.Derived(lambda: bf16.copy_(fp32), after=["master"])
+        >>> weights = memsaver.region("weights", device="cpu", backup=cast)
+        >>> bf16 = weights.empty(256, torch.bfloat16).copy_(fp32)
+        >>> memsaver.pause(["master", "weights"]).copied_bytes
+        1024
+        >>> memsaver.resume(["master", "weights"]).copied_bytes, bf16[0].item()
+        (1024, 0.5)
+    """
+
+    rebuild: Callable[[], object]
+    after: Sequence[str]
+
+    def __post_init__(self) -> None:
+        if not callable(self.rebuild):
+            raise TypeError(f"rebuild is {self.rebuild!r}, expected a function without arguments")
+        object.__setattr__(self, "after", tuple(several(self.after, "after")))
+
+
 _V = TypeVar("_V", str, bool)
 _Check = Callable[[object, str], None]
 _ByTag = dict[str, _V]

@@ -14,7 +14,17 @@ from memsaver import _core, _guests
 from memsaver._adapter import adapter, loaded, wanted
 from memsaver.broker import pool_client
 from memsaver.errors import Error, RegionPausedError
-from memsaver.policies import BACKUPS, READERS_S, Backup, Bounds, Restore, check_backup, check_tag, device_name
+from memsaver.policies import (
+    BACKUPS,
+    READERS_S,
+    Backup,
+    Bounds,
+    Derived,
+    Restore,
+    check_backup,
+    check_tag,
+    device_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +50,7 @@ class Region:
     Attributes:
         tag: The name by which calls select the region.
         device: ``"cpu"`` or ``"cuda:N"``.
-        backup: The policy: ``"none"``, ``"host"`` or ``"disk"``.
+        backup: The policy: ``"none"``, ``"host"``, ``"disk"``, or a ``memsaver.Derived``.
         frozen: Whether the contents do not change after the first pause.
         fill: The value of memory without contents: ``"zero"``, ``"poison"`` or ``"keep"``, or None for the rule of
             ``region()``.
@@ -60,7 +70,7 @@ class Region:
 
     tag: str
     device: str
-    backup: str
+    backup: str | Derived
     frozen: bool
     fill: str | None
     one_handle: bool
@@ -396,7 +406,7 @@ def default_device() -> str:
 def region(
     tag: str,
     device: str | torch.device | None = None,
-    backup: str | None = None,
+    backup: str | Derived | None = None,
     *,
     frozen: bool | None = None,
     fill: str | None = None,
@@ -410,7 +420,8 @@ def region(
             there is no CUDA device.
         backup: The policy for contents in a pause. ``"none"``, the default of a new region: they are undefined after
             the resume. ``"host"``: they are kept in pinned host memory. ``"disk"``: they are kept in a file in the
-            directory of ``configure(disk_dir=...)``. Here and below, None is the value of the existing region.
+            directory of ``configure(disk_dir=...)``. A ``memsaver.Derived``: they are computed again. Here and below,
+            None is the value of the existing region.
         frozen: True: the contents do not change after the first pause, which copies them out. Later pauses copy
             nothing, and allocations in the region raise until ``Region.thaw()`` drops the copy.
         fill: The value of memory without contents. By default it has zeros or old bytes of this process. ``"zero"``: it
@@ -438,7 +449,8 @@ def region(
         True
     """
     check_tag(tag)
-    if backup is not None:
+    derived = backup if isinstance(backup, Derived) else None
+    if backup is not None and derived is None:
         check_backup(backup)
     if frozen is not None and not isinstance(frozen, bool):
         raise TypeError(f"frozen is {frozen!r}, expected True or False")
@@ -451,10 +463,12 @@ def region(
     name = default_device() if device is None else device_name(device)
     found = _regions.get((tag, name))
     if found is None or found._handle.closed:  # the core raises in a forked child
-        if frozen and (backup or "none") == "none":
-            raise ValueError("frozen is True and backup is 'none', expected a backup that keeps frozen contents")
+        policy = "none" if derived is not None or backup is None else str(backup)
+        if frozen and policy == "none":
+            raise ValueError(f"frozen is True and backup is {backup or 'none'!r}, expected 'host' or 'disk'")
         pool_client.join(name)
-        found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL, bool(one_handle)))
+        found = wrapper(_core.region(tag, name, policy, bool(frozen), fill or _NO_FILL, bool(one_handle)))
+        found.backup = derived or found.backup
         observe_captures(name)
     for option, given, has in (
         ("backup", backup, found.backup),

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import memsaver
 from memsaver import _core, _guests, regions
 from memsaver.errors import Error
-from memsaver.policies import READERS_S, Backup, Bounds, Restore
+from memsaver.policies import READERS_S, Backup, Bounds, Derived, Restore
 from memsaver.regions import Selection as Tags
 from memsaver.transitions import Prepared, Transition, in_thread, prepare_pause
 
@@ -30,16 +30,19 @@ class Ready:
         moves: Whether a region that is to pause is resident.
         pooled: Whether the memory of all regions in the turn comes from shared pools, and no guest moves in it.
         discarded: Of the tags that are to resume, those whose contents an earlier pause discarded.
+        derived: Of the tags to rebuild in a resume, each source without contents now: the tag, the tag of the source,
+            and whether the source is to resume in the same turn.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
         >>> memsaver.ray.Colocated().colocated_prepare(["kv_cache"])
-        Ready(moves=True, pooled=False, discarded=())
+        Ready(moves=True, pooled=False, discarded=(), derived=())
     """
 
     moves: bool
     pooled: bool
     discarded: tuple[str, ...] = ()
+    derived: tuple[tuple[str, str, bool], ...] = ()
 
 
 def _check_pause(cls: type) -> None:
@@ -277,6 +280,13 @@ def _ready(tags: Sequence[str], coming: Sequence[str]) -> Ready:
         moves=any(each.tag in pausing and each.state != "paused" for each in concerned),
         pooled=not guests and all(_core.in_pool(device) for device in {each.device for each in concerned}),
         discarded=tuple(dict.fromkeys(each.tag for each in concerned if each.tag in resuming and each.discarded)),
+        derived=tuple(
+            (each.tag, source, source in resuming - pausing)
+            for each in concerned
+            if isinstance(each.backup, Derived) and each.tag in resuming and each.state == "paused"
+            for source in (each.backup.after if not each.backup_bytes else ())
+            if source in pausing or any(other.state != "active" for other in regions.find(source))
+        ),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from memsaver.errors import BackupError, Error
+from memsaver.errors import BackupError, Error, RegionPausedError
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
 from memsaver.turns.plan import Plan, TurnOptions
@@ -137,6 +137,12 @@ class RunningTurn:
             tags = [tag for tag in each.discarded if self._options.restores(rank.role, tag)]
             if tags:
                 failures.append((rank, _without_contents(tags, "a pause kept no backup"), "prepare to resume"))
+            for tag, source, comes in each.derived:
+                restores = partial(self._options.restores, rank.role)
+                if restores(tag) and not (comes and restores(source)):
+                    text = f"{tag!r} is derived from {source!r}, which has no contents in this phase"
+                    error = RegionPausedError(text, tag=source, state="paused")
+                    failures.append((rank, error, "prepare to resume"))
         self._check(failures)
         return ready.results
 
