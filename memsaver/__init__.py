@@ -51,14 +51,14 @@ from memsaver.regions import Region, capturing, outside, region  # noqa: E402
 from memsaver.transitions import (  # noqa: E402
     Transition,
     TransitionFuture,
-    define_phase,
     pause,
-    phase,
     resume,
     start,
     switch,
     trim,
 )
+from memsaver.turns.late import wait_before_step  # noqa: E402
+from memsaver.turns.phases import define_phase, phase  # noqa: E402
 
 if TYPE_CHECKING:
     from memsaver import drop_in as drop_in
@@ -78,6 +78,7 @@ __all__ = [
     "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing",
     "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
     "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
+    "wait_before_step",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

@@ -25,6 +25,7 @@ class Error(RuntimeError):
     Attributes:
         discarded: Tags whose contents a transition discarded, by their policy ``"none"``, before it failed.
         resumed: Tags that a transition resumed before it failed: they are active.
+        phase: The phase of a group, or of late regions, that failed. None for other errors.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -38,6 +39,7 @@ class Error(RuntimeError):
 
     discarded: tuple[str, ...] = ()
     resumed: tuple[str, ...] = ()
+    phase: str | None = None
 
     def __init__(self, text: str = "", /, **fields: Any) -> None:
         super().__init__(text)
@@ -175,6 +177,7 @@ class WaitTimeoutError(Error, TimeoutError):
         stage: The wait that was ended. ``"queue"``: for earlier transitions on the same regions. ``"launches"``: for
             guarded replays under way. ``"device"``: for work queued on the device. ``"backup"``: for host memory that
             is being allocated. ``"guests"``: for guests of another transition. ``"answer"``: for a member of a group.
+            ``"late"``: for regions that come late in a phase.
         waited_s: Seconds since the call began.
     """
 

@@ -6,14 +6,16 @@ import math
 import operator
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from memsaver import _core, _guests
 from memsaver._adapter import adapter, loaded, wanted
 from memsaver.broker import pool_client
-from memsaver.errors import Error, RegionPausedError
+from memsaver.errors import Error, RegionPausedError, WaitTimeoutError
 from memsaver.policies import (
     BACKUPS,
     READERS_S,
@@ -75,6 +77,7 @@ class Region:
     fill: str | None
     one_handle: bool
     _handle: Any  # the region of the core, which stays when it was closed
+    _coming: tuple[futures.Future[Any], str] | None = None  # the resume of a late region, and its phase
 
     def __init__(self, core: Any) -> None:
         self._handle = core
@@ -209,6 +212,44 @@ class Region:
         _ = self._core
         return transition(NOTHING, Chosen([self]), bounds, restore=restore)
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the resume of a region that comes late in its phase: see ``memsaver.define_phase()``.
+
+        Args:
+            timeout: Seconds to wait. None: no bound but those of the resume.
+
+        Raises:
+            WaitTimeoutError: ``timeout`` ended the wait. The resume goes on.
+            memsaver.Error: The error of the resume, with the name of the phase. The region is paused.
+            RegionPausedError: The region is not active, and is not on its way.
+
+        Examples:
+            >>> optimizer = memsaver.region("optimizer", device="cpu", backup="host")
+            >>> memsaver.define_phase("train", [], late="optimizer")
+            >>> _ = memsaver.pause("optimizer")
+            >>> with memsaver.phase("train"):
+            ...     optimizer.wait(timeout=60)
+            >>> optimizer.state
+            'active'
+        """
+        self._arrive(Bounds(timeout).timeout)
+        self.check_active("be used")
+
+    def _arrive(self, timeout: float | None = None) -> None:
+        """Waits if the region comes late. Raises as wait() does, but if the region was paused since then."""
+        if (coming := self._coming) is None:
+            return
+        (future, phase), began = coming, time.monotonic()
+        if not futures.wait([future], timeout).done:
+            text = f"region {self.tag!r} comes late in phase {phase!r} and has not arrived"
+            raise WaitTimeoutError(text, stage="late", waited_s=time.monotonic() - began)
+        error = future.exception()
+        if error is not None and self.state != "active":
+            if isinstance(error, Error) and error.phase is None:
+                error.phase, error.args = phase, (f"phase {phase!r}, late regions: {error}",)
+            raise error
+        self._coming = None
+
     def thaw(self) -> None:
         """Drops the copy of a frozen region, so that its contents may change. Its next pause makes another copy.
 
@@ -296,6 +337,7 @@ class Region:
         if any(size < 0 for size in sizes):
             raise ValueError(f"shape is {shape!r}, expected sizes of 0 or more")
         self._check_own("be allocated in")
+        self._arrive()
         self._check_fillable(f"take an allocation of shape {sizes}" if math.prod(sizes) else "be allocated in")
         return adapter().empty(self, sizes, dtype)
 
@@ -334,6 +376,7 @@ class Region:
 
     def __enter__(self) -> Region:
         self._check_own("be entered")
+        self._arrive()
         torch = adapter()
         torch.enter(self)
         try:

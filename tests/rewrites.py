@@ -200,8 +200,8 @@ REWRITES = [
         "late_resumes_have_written",
         "turns: contents of a resume with restore=False that has not answered count as written",
         "memsaver/turns/turn.py",
-        "            self._unwritten[rank] = self._unwritten.get(rank, set()).union(self._unrestored(rank))\n",
-        "",
+        "                self._unwritten[rank] = self._unwritten.get(rank, set()).union(unrestored)\n",
+        "                pass\n",
         ["unit/test_group_answers.py::test_contents_of_a_late_resume_count_as_not_written"],
     ),
     Rewrite(
@@ -423,6 +423,32 @@ REWRITES = [
         "if each not in partly_unmapped:  # else",
         "if True:  # else",
         ["unit/test_verify.py::test_pause_after_a_failed_one_compares_the_first_contents"],
+    ),
+    Rewrite(
+        "late_regions_are_resident",
+        "phases: the first use of a late region does not wait",
+        "memsaver/regions.py",
+        "        if (coming := self._coming) is None:\n            return\n",
+        "        return\n        coming = self._coming\n",
+        ["unit/test_late.py::test_the_first_use_waits"],
+    ),
+    Rewrite(
+        "turns_overtake_late_tags",
+        "groups: a turn begins while late tags of the last one move",
+        "memsaver/turns/members.py",
+        "        halves.wait(timeout)\n",
+        "",
+        [
+            "unit/test_late.py::test_a_turn_ends_before_late_and_lingering_tags_have_moved_and_the_next_one_waits_for_them",
+        ],
+    ),
+    Rewrite(
+        "errors_of_late_regions_stay",
+        "phases: an error of a late region is raised in the next phase",
+        "memsaver/turns/phases.py",
+        "    late_tags.forget(every)\n",
+        "",
+        ["unit/test_late.py::test_the_next_phase_forgets_the_errors_of_the_last_one"],
     ),
     Rewrite(
         "sources_are_not_held",

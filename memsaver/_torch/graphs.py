@@ -93,6 +93,8 @@ class CUDAGraph(torch.cuda.CUDAGraph):
         Raises:
             RegionPausedError: A region that the graph needs is not active.
         """
+        for region in self._needs:
+            region._arrive()
         cores = [region._core for region in self._needs]
         # From here until the launch is queued no pause can begin; a later one waits for the device.
         paused = _core.acquire(cores)

@@ -9,15 +9,18 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import memsaver
 from memsaver import _core, _guests, regions
-from memsaver.errors import Error
+from memsaver.errors import Error, WaitTimeoutError
 from memsaver.policies import READERS_S, Backup, Bounds, Derived, Restore
 from memsaver.regions import Selection as Tags
 from memsaver.transitions import Prepared, Transition, in_thread, prepare_pause
+from memsaver.turns import late
 
 _T = TypeVar("_T")
 
@@ -157,13 +160,56 @@ class Colocated:
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         halves = _halves(self)
         turn = halves.begin()
+        halves.wait(timeout)
         ready, names = _ready(tags, coming), _existing(tags)
+        late.forget(regions.find(names))
         _drain(self, names)
         if isinstance(backup, Mapping):
             missing = set(tags) - set(names)  # they have no regions yet
             backup = {tag: policy for tag, policy in backup.items() if tag not in missing} or None
         halves.prepare(turn, names, backup, bounds.left(since))
         return ready
+
+    def colocated_background(
+        self,
+        tags: Sequence[str],
+        coming: Sequence[str],
+        *,
+        phase: str,
+        backup: Backup = None,
+        restore: Restore = True,
+        timeout: float | None = None,
+        memory_timeout: float | None = None,
+        reader_timeout: float = READERS_S,
+    ) -> None:
+        """Begins to pause lingering tags and to resume late ones in the background: see ``memsaver.define_phase()``.
+
+        The tags to pause are drained. The next ``colocated_prepare()`` waits for both, up to its bound.
+
+        Args:
+            tags: The tags to pause. Tags without regions are left out.
+            coming: The tags to resume, by ``resume()``.
+            phase: The phase that an error names.
+            backup: As for ``pause()``.
+            restore: As for ``resume()``.
+            timeout: As for ``pause()`` and ``resume()``.
+            memory_timeout: As for ``resume()``.
+            reader_timeout: As for ``pause()``.
+        """
+        names, found = _existing(tags), [*regions.find(coming)]
+        bounds = Bounds(timeout, memory_timeout, reader_timeout)
+
+        def leave() -> None:
+            _drain(self, names)
+            memsaver.pause(names, backup=backup, **_pause_options(bounds))
+
+        def come() -> None:
+            options = {"restore": restore, "timeout": timeout, "memory_timeout": memory_timeout}
+            _awaited(self, self.resume(coming, **options))  # type: ignore[arg-type]
+
+        for move, chosen in ((leave, []), (come, found)):
+            if names if move is leave else coming:
+                late.expect(phase, _halves(self).background(move), chosen)
 
     def colocated_commit(self) -> Transition:
         """Commits the prepared pause. Raises memsaver.Error if nothing is prepared, as after a restart of the actor.
@@ -179,9 +225,14 @@ class Colocated:
 
 
 def _drain(member: Colocated | AsyncColocated, tags: Sequence[str]) -> None:
-    draining = member.colocated_drain(tags) if tags else None
-    if isinstance(draining, Coroutine):  # this thread is that of a method of an async actor
-        asyncio.run_coroutine_threadsafe(draining, member.__dict__["_colocated_loop"]).result()
+    if tags:
+        _awaited(member, member.colocated_drain(tags))
+
+
+def _awaited(member: Colocated | AsyncColocated, result: object) -> None:
+    """Waits for the result of a method of an async actor. This thread is not that of its loop."""
+    if isinstance(result, Coroutine):
+        asyncio.run_coroutine_threadsafe(result, member.__dict__["_colocated_loop"]).result()
 
 
 def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _T]]:
@@ -220,6 +271,7 @@ class AsyncColocated:
     colocated_prepare = _coroutine(Colocated.colocated_prepare)
     colocated_commit = _coroutine(Colocated.colocated_commit)
     colocated_abort = _coroutine(Colocated.colocated_abort)
+    colocated_background = _coroutine(Colocated.colocated_background)
 
     async def colocated_drain(self, tags: Sequence[str]) -> None:
         """``Colocated.colocated_drain()`` as a coroutine."""
@@ -236,6 +288,20 @@ class _Halves:
         self._lock = threading.Lock()
         self._turn = 0
         self._prepared: Prepared | None = None
+        self._background: list[Future[None]] = []  # transitions of the last turn, which may be under way
+
+    def background(self, move: Callable[[], None]) -> Future[None]:
+        future = in_thread(move, "memsaver background")
+        self._background.append(future)
+        return future
+
+    def wait(self, timeout: float | None) -> None:
+        """Waits for the transitions in the background. Their errors are those of late regions."""
+        began = time.monotonic()
+        if futures.wait(self._background, timeout).not_done:
+            text = "late and lingering tags of the last turn are still moving"
+            raise WaitTimeoutError(text, stage="late", waited_s=time.monotonic() - began)
+        self._background.clear()
 
     def begin(self) -> int:
         with self._lock:

@@ -86,9 +86,11 @@ class RunningTurn:
     def __init__(self, turns: Turns, phase: str, options: TurnOptions) -> None:
         self._crew, self._unwritten = turns.crew, turns.unwritten
         self._phase, self._options = phase, options
-        self._pauses, self._resumes = turns.plan.moves(phase)
+        pauses, self._resumes = turns.plan.moves(phase)
+        self._lingering, self._late = turns.plan.background(phase)
+        self._pauses = {role: _without(tags, self._lingering[role]) for role, tags in pauses.items()}
         self._pausing = [rank for rank in self._crew.ranks if self._pauses.get(rank.role)]
-        self._resuming = [rank for rank in self._crew.ranks if self._resumes.get(rank.role)]
+        self._resuming = [rank for rank in self._crew.ranks if self._now(rank)]
         self._prepared: list[Rank] = []  # ranks that may have a prepared pause
         self._has_failed = False
         self._begin = time.perf_counter()
@@ -111,9 +113,9 @@ class RunningTurn:
 
     def _check_written(self) -> None:
         failures: list[Failure] = []
-        for rank in self._resuming:
+        for rank in self._crew.ranks:
             unwritten = self._unwritten.get(rank, set()).difference(self._unrestored(rank))
-            tags = [tag for tag in self._resumes[rank.role] if tag in unwritten]
+            tags = [tag for tag in self._resumes.get(rank.role, ()) if tag in unwritten]
             if tags:
                 why = "the phase that was to write them failed"
                 failures.append((rank, _without_contents(tags, why), "prepare to resume"))
@@ -162,6 +164,8 @@ class RunningTurn:
             self._pause_again(resumed)
             failures = [(rank, error, "pause") for rank, error in paused.errors.items()]
             self._check([*failures, *((rank, error, "resume") for rank, error in resumed.errors.items())])
+        begun = self._call(self._to_move_later(), self._options.completes_until)
+        self._check([(rank, error, "begin to resume") for rank, error in begun.errors.items()])
         return Turn(
             phase=self._phase,
             paused=_by_role(self._pausing, paused.results),
@@ -170,24 +174,40 @@ class RunningTurn:
             resume_seconds=resumed.seconds,
             seconds=time.perf_counter() - self._begin,
             side_by_side=side_by_side,
-            unrestored={rank.role: tags for rank in self._resuming if (tags := self._unrestored(rank))},
+            unrestored={rank.role: tags for rank in self._crew.ranks if (tags := self._unrestored(rank))},
         )
 
     def _to_resume(self, handover: bool) -> Calls:
         """The calls that resume. Contents with ``restore=False`` count as not written until ``Turns.enter()`` ends."""
         calls: dict[Rank, Call] = {}
-        for rank in self._resuming:
-            tags = self._resumes[rank.role]
-            self._unwritten[rank] = self._unwritten.get(rank, set()).union(self._unrestored(rank))
-            calls[rank] = Call("resume", (tags,), self._options.of_resumes(rank.role, tags, handover))
+        for rank in self._crew.ranks:
+            if unrestored := self._unrestored(rank):
+                self._unwritten[rank] = self._unwritten.get(rank, set()).union(unrestored)
+            if tags := self._now(rank):
+                calls[rank] = Call("resume", (tags,), self._options.of_resumes(rank.role, tags, handover))
         return calls
+
+    def _to_move_later(self) -> Calls:
+        calls: dict[Rank, Call] = {}
+        for rank in self._crew.ranks:
+            pauses, resumes = self._lingering.get(rank.role, []), self._late.get(rank.role, [])
+            if pauses or resumes:
+                of_pauses = self._options.of_pauses(rank.role, pauses)
+                of_resumes = self._options.of_resumes(rank.role, resumes, True)
+                options = {**of_pauses, **of_resumes, "phase": self._phase}
+                calls[rank] = Call("colocated_background", (pauses, resumes), options)
+        return calls
+
+    def _now(self, rank: Rank) -> list[str]:
+        """The tags that resume before the turn ends."""
+        return _without(self._resumes.get(rank.role, ()), self._late.get(rank.role, ()))
 
     def _call(self, calls: Calls, until: float | None) -> Answers:
         return self._crew.call(calls, until=until)[0] if calls else Answers()
 
     def _unrestored(self, rank: Rank) -> list[str]:
         """The tags that are resident in the phase with ``restore=False``."""
-        return [tag for tag in self._resumes[rank.role] if not self._options.restores(rank.role, tag)]
+        return [tag for tag in self._resumes.get(rank.role, ()) if not self._options.restores(rank.role, tag)]
 
     def _pause_again(self, resumed: Answers) -> None:
         """Pauses the ranks that resumed, so that ranks that wait for each other's memory can all try again.
@@ -270,6 +290,10 @@ class Turns:
         for (rank, tag), writer in self._writers.items():
             if writer == number:
                 self.unwritten.setdefault(rank, set()).add(tag)
+
+
+def _without(tags: Sequence[str], others: Sequence[str]) -> list[str]:
+    return [tag for tag in tags if tag not in others]
 
 
 def _without_contents(tags: Sequence[str], why: str) -> BackupError:
