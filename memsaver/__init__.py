@@ -42,6 +42,7 @@ from memsaver.errors import (  # noqa: E402
     RebuildError,
     ReceiveError,
     RegionPausedError,
+    StaleError,
     VerifyError,
     WaitTimeoutError,
 )
@@ -65,19 +66,20 @@ if TYPE_CHECKING:
     from memsaver import guests as guests
     from memsaver._torch.default_pool import default_pool
     from memsaver._torch.graphs import CUDAGraph, graph
+    from memsaver._torch.stale import check_written, name_tensors
 
 _WITH_TORCH = {
     "default_pool": "memsaver._torch.default_pool",
     "CUDAGraph": "memsaver._torch.graphs", "graph": "memsaver._torch.graphs",
+    "check_written": "memsaver._torch.stale", "name_tensors": "memsaver._torch.stale",
 }  # fmt: skip
 __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "Derived", "DriverError",
     "Error", "Guest", "GuestError", "OutOfMemoryError", "RebuildError", "ReceiveError", "Region", "RegionPausedError",
-    "Transition",
-    "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing",
-    "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
-    "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
+    "StaleError", "Transition", "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing", "check_written",
+    "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "name_tensors", "outside", "pause",
+    "phase", "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
     "wait_before_step",
 ]  # fmt: skip
 

@@ -20,6 +20,7 @@ from memsaver.regions import Chosen, Ranges, Region, all_regions, tags_of, wrapp
 log = logging.getLogger("memsaver")
 
 _verify = False
+_stale = "off"
 _AWAY = ("paused", "lost")  # states of regions without memory
 
 
@@ -29,6 +30,18 @@ def set_verify(wanted: bool) -> None:
     if _verify and not wanted:
         with_torch("memsaver._torch.checksums").forget_all()
     _verify = wanted
+
+
+def set_stale(mode: str) -> None:
+    """Memory that comes back without contents is filled with a pattern unless the mode is ``"off"``."""
+    global _stale
+    if _stale != "off" and mode == "off":
+        with_torch("memsaver._torch.stale").forget_all()
+    _stale = mode
+
+
+def stale() -> str:
+    return _stale
 
 
 class Move:
@@ -64,6 +77,7 @@ class Move:
         self._pausing: list[Region] = []
         self._kept: dict[str, str] = {}  # by tag, the policies of this pause that keep contents
         self._rebuilt: list[Region] = []  # regions to rebuild, each after its sources
+        self._blank: list[Region] = []  # regions to fill: they resume without contents
         self._failed: Exception | None = None  # of a rebuild
         self._differing: Exception | None = None  # found by the comparison of contents
         self._restored: list[Any] = []  # regions that resume with their contents
@@ -98,7 +112,12 @@ class Move:
             kept = ["none" if each in derived else self._backup.get(each.tag, str(each.backup)) for each in leaving]
             self._kept = {each.tag: policy for each, policy in zip(leaving, kept) if policy != "none"}
             restored = [self._restore[each.tag] for each in move.resuming]
-            self._hold_sources([wrapper(each) for each, wanted in zip(move.resuming, restored) if wanted])
+            coming = [wrapper(each) for each, wanted in zip(move.resuming, restored) if wanted]
+            self._hold_sources(coming)
+            if _stale != "off":
+                every = map(wrapper, move.resuming)
+                full = {each for each in coming if each.backup_bytes}
+                self._blank = [each for each in every if each not in full and not each.written_in_use]
             if (torch := loaded()) is not None:
                 torch.check_pausable(leaving, self._thread)
             self._guests.prepare(self._paused_tags())
@@ -160,7 +179,7 @@ class Move:
         try:
             self._guests.leave(self._paused_tags())
             begun = True
-            done = move.run(self._arrived if _verify or self._rebuilt else None)
+            done = move.run(self._arrived if _verify or self._rebuilt or self._blank else None)
         except BaseException as raised:
             move.abort()
             error = self._failed or raised
@@ -238,6 +257,10 @@ class Move:
 
     def _arrived(self) -> bool:
         """The core calls this before the regions are active, and takes no exception. False: they have to be paused."""
+        for each in self._blank:
+            with_torch("memsaver._torch.stale").fill(each)
+        for each in {each.device: each for each in self._blank}.values():
+            _core.open_driver(each.device).synchronize()  # nothing may be written before
         for each in self._rebuilt:
             self.recorder.enter("rebuild", each.tag)
             try:

@@ -271,6 +271,16 @@ class VerifyError(Error):
     parts: list[tuple[int, int]]
 
 
+class StaleError(Error):
+    """Tensors were not written since a resume without contents: see ``memsaver.check_written()``.
+
+    Attributes:
+        tensors: Their names, their bytes, and the bytes of them that were not written.
+    """
+
+    tensors: list[tuple[str, int, int]]
+
+
 def gib(nbytes: int) -> str:
     """Bytes with a unit: ``"1.50 GiB"``, or MiB below one GiB."""
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.1f} MiB"

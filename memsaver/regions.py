@@ -57,6 +57,7 @@ class Region:
         fill: The value of memory without contents: ``"zero"``, ``"poison"`` or ``"keep"``, or None for the rule of
             ``region()``.
         one_handle: Whether each segment has one handle of the driver.
+        written_in_use: Whether ``memsaver.check_written()`` leaves the region out.
 
     Examples:
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
@@ -76,6 +77,7 @@ class Region:
     frozen: bool
     fill: str | None
     one_handle: bool
+    written_in_use: bool = False
     _handle: Any  # the region of the core, which stays when it was closed
     _coming: tuple[futures.Future[Any], str] | None = None  # the resume of a late region, and its phase
 
@@ -454,6 +456,7 @@ def region(
     frozen: bool | None = None,
     fill: str | None = None,
     one_handle: bool | None = None,
+    written_in_use: bool | None = None,
 ) -> Region:
     """Returns the region with this tag and device, and makes it if there is none.
 
@@ -474,6 +477,8 @@ def region(
             driver, of its size in whole pages of 2 MiB, as libraries expect that export the memory at a pointer. Each
             resume creates it, and each pause releases it: no pool, no ``retain``, and a switch needs its memory to be
             free before.
+        written_in_use: True: the memory is written while it is used, as a KV cache is, or its zeros of ``fill`` are
+            used. ``memsaver.check_written()`` leaves the region out.
 
     Returns:
         The region. The same arguments give the same object.
@@ -481,7 +486,7 @@ def region(
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: An argument has a wrong value, or the region was made with another ``backup``, ``frozen`` or
-            ``fill`` or ``one_handle``.
+            ``fill``, ``one_handle`` or ``written_in_use``.
         ConfigError: The policy is ``"disk"``, and ``disk_dir`` is not set; or ``one_handle`` with a shared pool.
         DriverError: The device cannot be used.
         BrokerError: ``configure(pool="shared")`` is set, and the shared pool of the device cannot be reached.
@@ -497,8 +502,9 @@ def region(
         check_backup(backup)
     if frozen is not None and not isinstance(frozen, bool):
         raise TypeError(f"frozen is {frozen!r}, expected True or False")
-    if one_handle is not None and not isinstance(one_handle, bool):
-        raise TypeError(f"one_handle is {one_handle!r}, expected True or False")
+    for option, flag in (("one_handle", one_handle), ("written_in_use", written_in_use)):
+        if flag is not None and not isinstance(flag, bool):
+            raise TypeError(f"{option} is {flag!r}, expected True or False")
     if fill is not None and fill not in FILLS:
         raise ValueError(f"fill is {fill!r}, expected one of {', '.join(map(repr, FILLS))}")
     if device in BACKUPS:
@@ -512,12 +518,14 @@ def region(
         pool_client.join(name)
         found = wrapper(_core.region(tag, name, policy, bool(frozen), fill or _NO_FILL, bool(one_handle)))
         found.backup = derived or found.backup
+        found.written_in_use = bool(written_in_use)
         observe_captures(name)
     for option, given, has in (
         ("backup", backup, found.backup),
         ("frozen", frozen, found.frozen),
         ("fill", fill, found.fill),
         ("one_handle", one_handle, found.one_handle),
+        ("written_in_use", written_in_use, found.written_in_use),
     ):
         if given is not None and given != has:
             raise ValueError(f"{option} is {given!r}, but region {tag!r} was made with {has!r}")

@@ -18,7 +18,7 @@ from memsaver.regions import Ranges, Region, outside
 
 _ROW = 8192  # bytes with one checksum
 _MOST_NAMED = 20  # allocations in an error
-_STEP = 1 << 30  # bytes at once: their sums take a thousandth of it on the device
+_STEP = 1 << 30  # bytes at once: the sums take a thousandth of it on the device
 # Of paused regions: address, bytes and sums of each range. Changed by single operations, in any thread.
 _kept: WeakKeyDictionary[Region, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
 
@@ -75,7 +75,7 @@ def _sums(device: str, address: int, nbytes: int) -> Tensor:
             torch.cuda.synchronize(device)
         sums = []
         for first in range(0, nbytes, _STEP):
-            some = _bytes(device, address + first, min(_STEP, nbytes - first))
+            some = bytes_at(device, address + first, min(_STEP, nbytes - first))
             whole = some.numel() // _ROW * _ROW
             sums.append(some[:whole].view(torch.int64).view(-1, _ROW // 8).sum(1).cpu())
             if whole < some.numel():
@@ -83,7 +83,7 @@ def _sums(device: str, address: int, nbytes: int) -> Tensor:
         return torch.cat(sums)
 
 
-def _bytes(device: str, address: int, nbytes: int) -> Tensor:
+def bytes_at(device: str, address: int, nbytes: int) -> Tensor:
     """The memory itself as uint8 [bytes]."""
     if device == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
