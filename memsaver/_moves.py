@@ -15,7 +15,7 @@ from memsaver._adapter import loaded, with_torch
 from memsaver._results import Transition
 from memsaver.errors import BackupError, Error, RebuildError, RegionPausedError
 from memsaver.policies import Bounds, Derived
-from memsaver.regions import Chosen, Ranges, Region, all_regions, tags_of, wrapper
+from memsaver.regions import Chosen, Ranges, Region, all_regions, rebuilding, tags_of, wrapper
 
 log = logging.getLogger("memsaver")
 
@@ -118,6 +118,8 @@ class Move:
                 every = map(wrapper, move.resuming)
                 full = {each for each in coming if each.backup_bytes}
                 self._blank = [each for each in every if each not in full and not each.written_in_use]
+                if self._blank:
+                    _check_no_capture("a fill for the option 'stale'")
             if (torch := loaded()) is not None:
                 torch.check_pausable(leaving, self._thread)
             self._guests.prepare(self._paused_tags())
@@ -225,16 +227,18 @@ class Move:
         derived = {each: each.backup for each in coming if isinstance(each.backup, Derived) and not each.backup_bytes}
         if not derived:
             return
+        _check_no_capture("a rebuild")
         every, held = all_regions(), []
+        with_contents = {each for each in coming if each in derived or has_contents(each)}
         for each, source in [(each, source) for each, policy in derived.items() for source in policy.after]:
             found = [other for other in every if other.tag == source]
             if not found:
                 raise ValueError(f"region {each.tag!r} is derived from {source!r}, and there is no region of this tag")
-            held += [other._core for other in found if other not in coming]
+            held += [other._core for other in found if other not in with_contents]
         if (away := _core.acquire(held)) is not None:
             raise RegionPausedError(
                 f"a region to resume is derived from {away.tag!r}, which is {away.state}: expected it to be active, or "
-                "to resume in the same call with its contents",
+                "to resume in the same call with contents",
                 tag=away.tag,
                 state=away.state,
             )
@@ -265,7 +269,8 @@ class Move:
             self.recorder.enter("rebuild", each.tag)
             try:
                 try:
-                    each.backup.rebuild()  # type: ignore[union-attr]
+                    with rebuilding():
+                        each.backup.rebuild()  # type: ignore[union-attr]
                 finally:
                     each._core.release_unused(None)  # waits for the device. Raises during a capture
             except Exception as error:
@@ -279,6 +284,16 @@ class Move:
         except Exception as error:
             self._differing = error
         return True
+
+
+def _check_no_capture(step: str) -> None:
+    if _core.capturing():
+        raise Error(f"a CUDA graph is being captured, and {step} waits for the device: end the capture first")
+
+
+def has_contents(region: Region) -> bool:
+    """Whether a resume of a paused region brings contents, or there are none to bring."""
+    return bool(region.backup_bytes or not region.allocated_bytes)
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -111,15 +112,16 @@ class Derived:
     regions. In ``memsaver.stats()`` the policy is ``"none"``.
 
     Attributes:
-        rebuild: Writes the contents into the tensors of the region, and neither enters nor allocates in it. It has to
-            wait for work that it queues on other devices than the region's. If it raises, all regions of the resume are
-            paused again with their contents, and the resume raises RebuildError.
+        rebuild: Writes the contents into the tensors of the region, and neither enters nor allocates in a region of the
+            resume. It has to wait for work that it queues on other devices than the region's. The thread is that of the
+            transition: modes of the caller's thread, such as ``torch.no_grad()``, may be missing. The region keeps the
+            function, and the object of a bound method. If it raises, all regions of the resume are paused again with
+            their contents, and the resume raises RebuildError.
         after: The tags whose contents ``rebuild()`` reads. All of their regions have to be active, or to resume in the
-            same call with their contents. A resume for which one is not raises RegionPausedError, and nothing has
-            changed.
+            same call with contents. A resume for which one is not raises RegionPausedError, and nothing has changed.
 
     Raises:
-        TypeError: ``rebuild`` cannot be called, or ``after`` is not a list of tags.
+        TypeError: ``rebuild`` cannot be called, or is a coroutine function, or ``after`` is not a list of tags.
 
     Examples:
         >>> master = memsaver.region("master", device="cpu", backup="host")
@@ -139,7 +141,11 @@ class Derived:
     def __post_init__(self) -> None:
         if not callable(self.rebuild):
             raise TypeError(f"rebuild is {self.rebuild!r}, expected a function without arguments")
+        if inspect.iscoroutinefunction(self.rebuild):
+            raise TypeError(f"rebuild is {self.rebuild!r}, a coroutine function, expected one that does not await")
         object.__setattr__(self, "after", tuple(several(self.after, "after")))
+        for tag in self.after:
+            check_tag(tag)
 
 
 _V = TypeVar("_V", str, bool)

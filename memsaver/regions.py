@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import sys
@@ -35,6 +36,26 @@ if TYPE_CHECKING:
 
 _NO_FILL, *FILLS = _core.FILLS
 Ranges = list[tuple[int, int]]  # addresses, or offsets within a region, and bytes
+
+
+class Coming(NamedTuple):
+    """The resume of a late region in the background. ``residence``: of the region before."""
+
+    future: futures.Future[Any]
+    phase: str
+    residence: int
+
+
+_rebuilding = threading.local()  # ``now``: this thread calls Derived.rebuild, and waits for no late region
+
+
+@contextmanager
+def rebuilding() -> Iterator[None]:
+    _rebuilding.now = True
+    try:
+        yield
+    finally:
+        _rebuilding.now = False
 
 
 class Region:
@@ -79,7 +100,7 @@ class Region:
     one_handle: bool
     written_in_use: bool = False
     _handle: Any  # the region of the core, which stays when it was closed
-    _coming: tuple[futures.Future[Any], str] | None = None  # the resume of a late region, and its phase
+    _coming: Coming | None = None
 
     def __init__(self, core: Any) -> None:
         self._handle = core
@@ -222,7 +243,8 @@ class Region:
 
         Raises:
             WaitTimeoutError: ``timeout`` ended the wait. The resume goes on.
-            memsaver.Error: The error of the resume, with the name of the phase. The region is paused.
+            memsaver.Error: The error of the resume, with the name of the phase. The region is paused, or active if
+                ``resumed`` of the error names it.
             RegionPausedError: The region is not active, and is not on its way.
 
         Examples:
@@ -241,16 +263,22 @@ class Region:
         """Waits if the region comes late. Raises as wait() does, but if the region was paused since then."""
         if (coming := self._coming) is None:
             return
-        (future, phase), began = coming, time.monotonic()
-        if not futures.wait([future], timeout).done:
-            text = f"region {self.tag!r} comes late in phase {phase!r} and has not arrived"
+        # Active before the end: for guests that come back, and for code of a member after its resume.
+        if getattr(_rebuilding, "now", False) or (self.state == "active" and not coming.future.done()):
+            return
+        began = time.monotonic()
+        if not futures.wait([coming.future], timeout).done:
+            text = f"region {self.tag!r} comes late in phase {coming.phase!r} and has not arrived"
             raise WaitTimeoutError(text, stage="late", waited_s=time.monotonic() - began)
-        error = future.exception()
-        if error is not None and self.state != "active":
-            if isinstance(error, Error) and error.phase is None:
-                error.phase, error.args = phase, (f"phase {phase!r}, late regions: {error}",)
-            raise error
-        self._coming = None
+        error = coming.future.exception()
+        is_active = self.tag in getattr(error, "resumed", ())
+        if (error is None or is_active or self.residence != coming.residence) and self._coming is coming:
+            self._coming = None  # it has arrived, the error is raised now, or is of an earlier residence
+        if error is not None and (is_active or self.residence == coming.residence):
+            text = f"phase {coming.phase!r}, late regions: "
+            again = copy.copy(error) if isinstance(error, Error) else Error(f"{type(error).__name__}: {error}")
+            again.args, again.phase = (f"{text}{again}",), coming.phase
+            raise again from error
 
     def thaw(self) -> None:
         """Drops the copy of a frozen region, so that its contents may change. Its next pause makes another copy.

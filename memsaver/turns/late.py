@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from memsaver.regions import Region, Selection, find
+from memsaver.regions import Coming, Region, Selection, find
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +18,7 @@ log = logging.getLogger("memsaver")
 def expect(phase: str, future: Future[Any], coming: Iterable[Region]) -> None:
     """The first use of these regions waits for a transition in the background, which is part of a phase."""
     for each in coming:
-        each._coming = future, phase
+        each._coming = Coming(future, phase, each.residence)
 
     def note(done: Future[Any]) -> None:
         if (error := done.exception()) is not None:
@@ -55,12 +55,12 @@ def wait_before_step(optimizer: torch.optim.Optimizer, tags: Selection) -> torch
         >>> optimizer.step()
     """
     register = getattr(optimizer, "register_step_pre_hook", None)
-    if register is None:
+    if register is None or isinstance(optimizer, type):
         raise TypeError(f"optimizer is {optimizer!r}, expected an object with register_step_pre_hook()")
-    chosen = find(tags)
+    find(tags)  # raises
 
     def wait(*_: Any) -> None:
-        for each in chosen:
+        for each in find(tags):  # which may have been made anew
             each.wait()
 
     return register(wait)

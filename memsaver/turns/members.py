@@ -12,10 +12,13 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import memsaver
 from memsaver import _core, _guests, regions
+from memsaver._moves import has_contents
 from memsaver.errors import Error, WaitTimeoutError
 from memsaver.policies import READERS_S, Backup, Bounds, Derived, Restore
 from memsaver.regions import Selection as Tags
@@ -33,8 +36,8 @@ class Ready:
         moves: Whether a region that is to pause is resident.
         pooled: Whether the memory of all regions in the turn comes from shared pools, and no guest moves in it.
         discarded: Of the tags that are to resume, those whose contents an earlier pause discarded.
-        derived: Of the tags to rebuild in a resume, each source without contents now: the tag, the tag of the source,
-            and whether the source is to resume in the same turn.
+        derived: Of the tags to rebuild in a resume, each source: the tag, the tag of the source, and ``"active"``, or
+            ``"kept"`` if a resume brings its contents, or ``"lost"``.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -45,7 +48,7 @@ class Ready:
     moves: bool
     pooled: bool
     discarded: tuple[str, ...] = ()
-    derived: tuple[tuple[str, str, bool], ...] = ()
+    derived: tuple[tuple[str, str, str], ...] = ()
 
 
 def _check_pause(cls: type) -> None:
@@ -162,12 +165,12 @@ class Colocated:
         turn = halves.begin()
         halves.wait(timeout)
         ready, names = _ready(tags, coming), _existing(tags)
-        late.forget(regions.find(names))
         _drain(self, names)
         if isinstance(backup, Mapping):
             missing = set(tags) - set(names)  # they have no regions yet
             backup = {tag: policy for tag, policy in backup.items() if tag not in missing} or None
         halves.prepare(turn, names, backup, bounds.left(since))
+        late.forget(regions.find(names))
         return ready
 
     def colocated_background(
@@ -204,12 +207,15 @@ class Colocated:
             memsaver.pause(names, backup=backup, **_pause_options(bounds))
 
         def come() -> None:
-            options = {"restore": restore, "timeout": timeout, "memory_timeout": memory_timeout}
-            _awaited(self, self.resume(coming, **options))  # type: ignore[arg-type]
+            # Without an override no loop of an async actor is needed.
+            plain = type(self).resume in (Colocated.resume, AsyncColocated.resume)
+            resume = partial(Colocated.resume, self) if plain else self.resume
+            _awaited(self, resume(coming, restore=restore, timeout=timeout, memory_timeout=memory_timeout))
 
-        for move, chosen in ((leave, []), (come, found)):
-            if names if move is leave else coming:
-                late.expect(phase, _halves(self).background(move), chosen)
+        if names:
+            late.expect(phase, _halves(self).background(leave), [])
+        if coming:
+            late.expect(phase, _halves(self).background(come), found)
 
     def colocated_commit(self) -> Transition:
         """Commits the prepared pause. Raises memsaver.Error if nothing is prepared, as after a restart of the actor.
@@ -225,14 +231,21 @@ class Colocated:
 
 
 def _drain(member: Colocated | AsyncColocated, tags: Sequence[str]) -> None:
-    if tags:
+    if tags and type(member).colocated_drain is not AsyncColocated.colocated_drain:
         _awaited(member, member.colocated_drain(tags))
+
+
+short_loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # which end with a call: of async members of this process
 
 
 def _awaited(member: Colocated | AsyncColocated, result: object) -> None:
     """Waits for the result of a method of an async actor. This thread is not that of its loop."""
     if isinstance(result, Coroutine):
-        asyncio.run_coroutine_threadsafe(result, member.__dict__["_colocated_loop"]).result()
+        loop = member.__dict__["_colocated_loop"]
+        if loop in short_loops:
+            asyncio.run(result)
+        else:
+            asyncio.run_coroutine_threadsafe(result, loop).result()
 
 
 def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _T]]:
@@ -252,7 +265,8 @@ def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _
 class AsyncColocated:
     """Base of an async actor with regions. Transitions run in threads, so the event loop is not blocked.
 
-    The methods are those of ``Colocated``, as coroutines. A cancellation stops neither a drain nor a transition.
+    The methods are those of ``Colocated``, as coroutines. A cancellation stops neither a drain nor a transition. A
+    coroutine must not block the loop until a late region has come: ``await asyncio.to_thread(region.wait)``.
 
     Examples:
         >>> class Engine(memsaver.ray.AsyncColocated):
@@ -347,13 +361,19 @@ def _ready(tags: Sequence[str], coming: Sequence[str]) -> Ready:
         pooled=not guests and all(_core.in_pool(device) for device in {each.device for each in concerned}),
         discarded=tuple(dict.fromkeys(each.tag for each in concerned if each.tag in resuming and each.discarded)),
         derived=tuple(
-            (each.tag, source, source in resuming - pausing)
+            (each.tag, source, _source_state(source))
             for each in concerned
             if isinstance(each.backup, Derived) and each.tag in resuming and each.state == "paused"
             for source in (each.backup.after if not each.backup_bytes else ())
-            if source in pausing or any(other.state != "active" for other in regions.find(source))
         ),
     )
+
+
+def _source_state(tag: str) -> str:
+    away = [each for each in regions.find(tag) if each.state != "active"]
+    if not away:
+        return "active"
+    return "kept" if all(isinstance(each.backup, Derived) or has_contents(each) for each in away) else "lost"
 
 
 def _pause_options(bounds: Bounds) -> dict[str, Any]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from memsaver import _guests, policies, regions
+from memsaver._adapter import loaded
+from memsaver._moves import active
+from memsaver.errors import Error
 from memsaver.policies import READERS_S, Backup, Bounds, Restore, check_backup
 from memsaver.regions import Chosen, Region, Selection
-from memsaver.transitions import Transition, started, transition
+from memsaver.transitions import Transition, TransitionFuture, started, transition
 from memsaver.turns import late as late_tags
 
 Hook = Callable[[], object]
-_V = TypeVar("_V", str, bool)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ def define_phase(
         late: Regions that are resident too, and resume in the background after the others. The first use waits for
             them: entering the region, ``Region.empty()``, ``Region.wait()``, a replay of a ``memsaver.CUDAGraph`` that
             needs it, and an optimizer with ``memsaver.wait_before_step()``. An error of the resume is raised there and
-            names the phase. The region is paused with its contents.
+            names the phase. The region is paused with its contents. ``timeout`` and ``memory_timeout`` of ``phase()``
+            count anew for this transition. A capture of a graph that is under way at its begin makes it fail.
         lingering: Regions of other phases that pause in the background, in one transition with the late ones. Their
             memory does not serve the resident ones. An error is logged, and the regions stay active.
         on_enter: Called after the phase's regions have resumed, late ones apart.
@@ -74,10 +77,9 @@ def define_phase(
         raise TypeError(f"name is {name!r}, expected a string")
     given = [regions.selected(each, option) for option, each in
              (("resident", resident), ("late", late), ("lingering", lingering))]  # fmt: skip
-    for at, parts in enumerate(given):
-        for part in parts:
-            if any(part in others for others in given[:at]):
-                raise ValueError(f"phase {name!r} names {part!r} twice, expected resident, late or lingering")
+    for at, part in enumerate(every := [part for parts in given for part in parts]):
+        if any(_overlap(part, other) for other in every[:at]):
+            raise ValueError(f"phase {name!r} names {part!r} twice, expected resident, late or lingering")
     for hook in (on_enter, on_exit):
         if hook is not None and not callable(hook):
             raise TypeError(f"on_enter or on_exit is {hook!r}, expected something to call, or None")
@@ -151,11 +153,18 @@ def _entered_phase(name: str, bounds: Bounds, backup: Backup, restore: Restore) 
     inward, inward_late = Chosen(coming, back), Chosen(coming_late, back_late)
     policies.backups(backup, [*outward.tags, *later.tags])
     policies.restores(restore, [*inward.tags, *inward_late.tags])
-    late_tags.forget(every)
+    if (torch := loaded()) is not None:  # before anything moves
+        torch.check_pausable(active(later.regions), None)
     moved = transition(outward, inward, bounds, backup=_of(outward, backup), restore=_of(inward, restore))
+    late_tags.forget([*leaving, *staying])
     if later.tags or inward_late.tags:
         options: dict[str, Any] = {"backup": _of(later, backup), "restore": _of(inward_late, restore)}
-        late_tags.expect(name, started(later, inward_late, bounds, **options), coming_late)
+        try:
+            future = started(later, inward_late, bounds, **options)
+        except Error as error:  # a thread has entered a lingering region meanwhile
+            future = TransitionFuture()
+            future.set_exception(error)
+        late_tags.expect(name, future, coming_late)
     if entered.on_enter is not None:
         entered.on_enter()
     try:
@@ -163,6 +172,13 @@ def _entered_phase(name: str, bounds: Bounds, backup: Backup, restore: Restore) 
     finally:
         if entered.on_exit is not None:
             entered.on_exit()
+
+
+def _overlap(one: str | Region, other: str | Region) -> bool:
+    """Whether two parts name the same regions."""
+    if isinstance(one, Region) and isinstance(other, Region):
+        return one is other
+    return (one if isinstance(one, str) else one.tag) == (other if isinstance(other, str) else other.tag)
 
 
 def _open(parts: Iterable[str | Region]) -> list[Region]:

@@ -139,9 +139,8 @@ class RunningTurn:
             tags = [tag for tag in each.discarded if self._options.restores(rank.role, tag)]
             if tags:
                 failures.append((rank, _without_contents(tags, "a pause kept no backup"), "prepare to resume"))
-            for tag, source, comes in each.derived:
-                restores = partial(self._options.restores, rank.role)
-                if restores(tag) and not (comes and restores(source)):
+            for tag, source, state in each.derived:
+                if self._options.restores(rank.role, tag) and not self._has_source(rank, tag, source, state):
                     text = f"{tag!r} is derived from {source!r}, which has no contents in this phase"
                     error = RegionPausedError(text, tag=source, state="paused")
                     failures.append((rank, error, "prepare to resume"))
@@ -165,7 +164,9 @@ class RunningTurn:
             failures = [(rank, error, "pause") for rank, error in paused.errors.items()]
             self._check([*failures, *((rank, error, "resume") for rank, error in resumed.errors.items())])
         begun = self._call(self._to_move_later(), self._options.completes_until)
-        self._check([(rank, error, "begin to resume") for rank, error in begun.errors.items()])
+        if begun.errors:
+            self._pause_again(resumed)
+            self._check([(rank, error, "begin to resume") for rank, error in begun.errors.items()])
         return Turn(
             phase=self._phase,
             paused=_by_role(self._pausing, paused.results),
@@ -197,6 +198,14 @@ class RunningTurn:
                 options = {**of_pauses, **of_resumes, "phase": self._phase}
                 calls[rank] = Call("colocated_background", (pauses, resumes), options)
         return calls
+
+    def _has_source(self, rank: Rank, tag: str, source: str, state: str) -> bool:
+        """Whether a source has contents when the derived tag resumes. ``state``: see ``Ready.derived``."""
+        late, coming = self._late.get(rank.role, ()), self._resumes.get(rank.role, ())
+        if source in self._pauses.get(rank.role, ()) or source in self._lingering.get(rank.role, ()):
+            return False
+        comes = source in coming and (source not in late or tag in late)
+        return state == "active" or (state == "kept" and comes and self._options.restores(rank.role, source))
 
     def _now(self, rank: Rank) -> list[str]:
         """The tags that resume before the turn ends."""
@@ -236,7 +245,7 @@ class RunningTurn:
         failed, cause, verb = min(failures, key=lambda failure: failure[0] not in dead)
         report = self._crew.report
         doing = {rank: f"; it {each}" for rank, each in report.doing.items()}
-        tags = (self._resumes if verb.endswith("resume") else self._pauses)[failed.role]
+        tags = (self._resumes if verb.endswith("resume") else self._pauses)[failed.role] or self._lingering[failed.role]
         text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: "
         text += f"{failed.described(cause)}{doing.get(failed, '')}"
         others = {rank: error for rank, error, _ in failures if rank is not failed}

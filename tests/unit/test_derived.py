@@ -130,7 +130,9 @@ def test_a_source_that_stays_away_is_refused_before_anything_moves(pair: Pair) -
     copy.resume()
     assert torch.equal(made, first)
     copy.pause()
-    source.pause()
+    source.pause(backup="none")
+    with pytest.raises(memsaver.RegionPausedError):  # its contents are lost
+        memsaver.resume([source, copy])
     copy.resume(restore=False)  # needs no source
 
 
@@ -199,6 +201,12 @@ def test_a_pause_with_a_backup_keeps_the_contents_and_the_next_resume_rebuilds_n
 def test_wrong_policies_are_refused(tag: str) -> None:
     with pytest.raises(TypeError, match="rebuild is 3, expected a function"):
         Derived(3, after=[])  # type: ignore[arg-type]
+
+    async def rebuild() -> None:
+        pass
+
+    with pytest.raises(TypeError, match="a coroutine function, expected one that does not await"):
+        Derived(rebuild, after=[])
     with pytest.raises(TypeError, match="after is 'master', expected a list"):
         Derived(print, after="master")
     policy = Derived(print, after=["nothing"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 
 import memsaver
 from tests import controls
-from tests.support import MIB, Block, Fill
+from tests.support import MIB, Block, Fill, until
 
 Make = Callable[..., memsaver.Region]
 
@@ -165,8 +166,8 @@ def test_policies_of_a_phase_apply_to_late_and_lingering_regions(sides: Sides) -
 
 
 def test_wrong_phases_are_refused(sides: Sides) -> None:
-    for options in ({"late": "a"}, {"lingering": ["b", "a"]}):
-        with pytest.raises(ValueError, match="phase 'wrong' names 'a' twice"):
+    for options in ({"late": "a"}, {"lingering": ["b", "a"]}, {"late": memsaver.region("a", "cpu")}):
+        with pytest.raises(ValueError, match="phase 'wrong' names .*'a'.* twice"):
             memsaver.define_phase("wrong", ["a"], **options)
     with pytest.raises(TypeError, match="late is 3, expected a tag"):
         memsaver.define_phase("wrong", [], late=3)  # type: ignore[arg-type]
@@ -255,3 +256,141 @@ def test_wrong_parts_of_a_role_are_refused(sides: Sides) -> None:
     for kind, text, parts in wrong:
         with pytest.raises(kind, match=f"phase 'on' for 'engine'.*{text}"):
             ray.Group(engine=ray.Colocated(), phases={"on": {"engine": parts}})
+
+
+# Found by a review
+
+
+def test_a_late_region_with_wrong_contents_raises_once(make: Make, tag: str) -> None:
+    region = memsaver.region(tag, "cpu", memsaver.Derived(lambda: held[0].fill_(value), after=[]))
+    value, held = 1, [region.empty(100).fill_(1)]
+    memsaver.define_phase("train", [], late=region)
+    memsaver.configure(verify=True)
+    try:
+        region.pause()
+        value = 2
+        with memsaver.phase("train"):
+            with pytest.raises(memsaver.VerifyError, match="^phase 'train', late regions: ") as raised:
+                region.wait()
+            assert raised.value.resumed == (tag,)
+            region.wait()  # it is active
+    finally:
+        memsaver.configure(verify=False)
+        region.backup = "none"
+
+
+def test_guests_and_rebuilds_of_a_late_region_do_not_wait_for_it(sides: Sides, tag: str) -> None:
+    class Guest(memsaver.Guest):
+        def leave(self) -> None:
+            pass
+
+        def come_back(self) -> None:
+            with sides.optimizer:
+                entered.append(sides.optimizer.state)
+
+    def rebuild() -> None:
+        with pytest.raises(memsaver.RegionPausedError, match="is resuming"), sides.optimizer:
+            pass
+        entered.append("rebuilt")
+
+    entered: list[str] = []
+    derived = memsaver.region(tag, "cpu", memsaver.Derived(rebuild, after=[sides.optimizer.tag]))
+    guest = Guest("late test", sides.optimizer.tag)
+    memsaver.register(guest)
+    try:
+        memsaver.pause([derived, sides.optimizer])
+        memsaver.define_phase("train", sides.params, late=[sides.optimizer, derived])
+        with memsaver.phase("train"):
+            derived.wait(timeout=20)
+            until(lambda: len(entered) == 2)
+        assert entered == ["rebuilt", "active"]
+    finally:
+        memsaver.unregister(guest)
+        derived.backup = "none"
+
+
+def test_a_phase_that_cannot_be_entered_forgets_no_late_region(sides: Sides) -> None:
+    with controls.held("cuMemUnmap"):
+        with memsaver.phase("train"):
+            with pytest.raises(memsaver.WaitTimeoutError):
+                memsaver.phase("rollout", timeout=0.05).__enter__()
+            with pytest.raises(memsaver.WaitTimeoutError, match="comes late"):
+                sides.optimizer.wait(timeout=0.05)
+    sides.optimizer.wait()
+
+
+def test_a_thread_in_a_lingering_region_is_an_error_before_anything_moves(sides: Sides) -> None:
+    before = sides.states
+    with sides.cache, pytest.raises(memsaver.Error, match="is inside it"):
+        memsaver.phase("train").__enter__()
+    assert sides.states == before == ["paused", "paused", "active"]
+
+
+def test_a_member_uses_its_late_region_after_its_own_resume(sides: Sides) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+
+    class Member(ray.Colocated):  # type: ignore[misc,name-defined]
+        def resume(self, tags: Any = None, **options: Any) -> Any:
+            done = super().resume(tags, **options)
+            if sides.optimizer.tag in tags:
+                with sides.optimizer:
+                    entered.append(1)
+            return done
+
+    entered: list[int] = []
+    group_of(sides, Side(), Member()).enter("train")
+    sides.optimizer.wait(timeout=20)
+    until(lambda: entered == [1])
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_late_tags_of_async_members_without_a_lasting_loop_come(sides: Sides, overrides: bool) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+
+    class Member(ray.AsyncColocated):  # type: ignore[misc,name-defined]
+        pass
+
+    if overrides:
+
+        async def resume(self: Any, tags: Any = None, **options: Any) -> Any:
+            await asyncio.sleep(0.01)
+            return await ray.AsyncColocated.resume(self, tags, **options)
+
+        Member.resume = resume
+    group = group_of(sides, Member(), Member())
+    for _ in range(5):
+        group.enter("rollout", timeout=60)
+        group.enter("train", timeout=60)
+        sides.optimizer.wait(timeout=20)
+
+
+def test_a_resident_tag_that_is_derived_from_a_late_one_is_refused_before_anything_moves(
+    sides: Sides, tag: str
+) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+    params, optimizer, cache = (each.tag for each in sides.regions)
+    derived = memsaver.region(tag, "cpu", memsaver.Derived(print, after=[optimizer]))
+    try:
+        derived.pause()
+        for parts in ({"resident": [tag], "late": [optimizer]}, {"resident": [params], "late": [tag]}):
+            phases = {"rollout": {"one": [cache]}, "train": {"one": {**parts, "lingering": [cache]}}}
+            group = ray.Group(one=ray.Colocated(), phases=phases)
+            with pytest.raises(memsaver.Error, match="is derived from .*, which has no contents in this phase"):
+                group.enter("train")
+            assert sides.states == ["paused", "paused", "active"]
+    finally:
+        derived.backup = "none"
+
+
+def test_a_turn_whose_late_part_cannot_begin_pauses_what_had_resumed(sides: Sides) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+
+    class Member(ray.Colocated):  # type: ignore[misc,name-defined]
+        def colocated_background(self, *arguments: Any, **options: Any) -> None:
+            raise LookupError("no thread")
+
+    group = group_of(sides, Side(), Member())
+    with pytest.raises(memsaver.Error, match=f"trainer 0 could not begin to resume .*{sides.optimizer.tag}"):
+        group.enter("train")
+    assert sides.states[:2] == ["paused", "paused"]
+    group.enter("rollout")
