@@ -17,7 +17,7 @@ from tests.support import ROOT, environment
 pytest.importorskip("transformers", reason="its model is one of transformers")
 PAGE = (ROOT / "docs/your-loop.md").read_text()
 # Arguments, attributes and what is awake are as in vLLM; the model is transformers'.
-VLLM = '''
+VLLM = """
 from contextlib import nullcontext
 from importlib.metadata import entry_points
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ class LLM:
             outputs = [SimpleNamespace(token_ids=row, text=self.tokenizer.decode(row)) for row in rows]
             found.append(SimpleNamespace(prompt_token_ids=first, outputs=outputs))
         return found
-'''
+"""
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 # At the end of the loop with memsaver, which it proves to use.
 PROOF = """
