@@ -212,8 +212,8 @@ def configure(**options: Any) -> None:
     """Sets options of this process. They take effect at once.
 
     [Options](reference.md#options) has their table, and ``memsaver config`` prints them with their values. Sizes are
-    integers in bytes or strings such as ``"64GiB"``. Units are powers of 1024: ``64G``, ``64GB``, ``64Gi`` and ``64GiB``
-    mean the same.
+    integers in bytes or strings such as ``"64GiB"``. Units are powers of 1024: ``64G``, ``64GB``, ``64Gi`` and
+    ``64GiB`` mean the same.
 
     Args:
         options: Values by the names of options. An option that is left out keeps its value, from
