@@ -20,7 +20,7 @@ from . import checkpoint
 from .batch import MicroBatch, RankBatch, Sample
 from .config import TrainerConfig
 from .memory import TrainerMemory, local, own_rows
-from .model import CausalLM, initial_deviation
+from .model import CausalLM
 from .statistics import TokenStatistics
 from .weights import WeightWriter
 
@@ -80,7 +80,6 @@ class Trainer:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
         self.memory.place_params(self.model)
-        self.model.tie()
         if folder is None:
             self._initialize()
         else:
@@ -201,9 +200,8 @@ class Trainer:
         """The same values however many ranks share them: each draws the whole tensor and keeps its part."""
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         for name, parameter in self.model.named_parameters():
-            deviation = initial_deviation(name, parameter.shape)
             full = torch.full(parameter.shape, 0.0 if name.endswith(".bias") else 1.0, device=self.device)
-            if deviation is not None:
-                full.normal_(0.0, deviation, generator=generator)
+            if full.dim() > 1:
+                full.normal_(0.0, 0.5 if "embed_tokens" in name else full.shape[1] ** -0.5, generator=generator)
             rows, first = own_rows(parameter)
             rows.copy_(full[first : first + len(rows)])
