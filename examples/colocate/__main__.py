@@ -59,13 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start_ray(options: Options) -> None:
-    """Join the cluster at `--address`, or start a local one with a CPU for each actor."""
+    """Join the cluster of RAY_ADDRESS, or start a local one with a CPU for each actor."""
     # Without this, Ray hides the GPUs from actors that request no share of a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    cpus = max(os.cpu_count() or 1, 2 * options.pairs)
-    local = {} if options.address else {"num_cpus": cpus, "include_dashboard": False}
-    set_for_actors = {"env_vars": variables(options.memory)}
-    ray.init(address=options.address or "local", logging_level=logging.ERROR, runtime_env=set_for_actors, **local)
+    cpus, joins = max(os.cpu_count() or 1, 2 * options.pairs), "RAY_ADDRESS" in os.environ
+    local = {} if joins else {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+    ray.init(logging_level=logging.ERROR, runtime_env={"env_vars": variables(options.memory)}, **local)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Local(example.Loop):
         pass
 
     def make(self, role: str) -> list[Any]:
-        return [self.kinds[role](self.recipe, self.options, 0, 1)]
+        return [self.kinds[role](self.recipe, self.options, 0)]
 
     def call(self, role: str, method: str, *arguments: Any, **named: Any) -> list[Any]:
         return [getattr(self.actors[role][0], method)(*arguments, **named)]

@@ -31,7 +31,7 @@ class RecoverableLoop(CheckedLoop):
         """Raises CheckpointError, before any actor is made, if the run cannot continue from the checkpoints."""
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         # What the curve depends on. Steps and their number do not matter to those that are done, but for the rates.
-        names = ("device", "ranks", "engines", "engine_ranks", "ranks_per_gpu", "seed", "zero_advantages", "model")
+        names = ("device", "ranks", "engines", "engine_ranks", "seed", "zero_advantages", "model")
         self._settings = {name: str(getattr(options, name)) for name in names} | settings_of(recipe, "recipe.")
         if self.checkpoints is not None:
             self.checkpoints.check_start(self._settings, options.resume)
@@ -85,7 +85,7 @@ class RecoverableLoop(CheckedLoop):
         kill = (role, self.steps_done + 1)
         if kill not in self._kills or (role, method) not in _WORK:
             return super().call(role, method, *arguments, **named)
-        self._kills.remove(kill)  # type: ignore[arg-type]
+        self._kills.remove(kill)
         calls = [getattr(actor, method).remote(*arguments, **named) for actor in self.actors[role]]
         self.say(f"drill: killing {role} {len(calls) - 1} in step {self.steps_done + 1}")
         ray.kill(self.actors[role][-1])

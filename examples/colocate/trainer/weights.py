@@ -67,9 +67,7 @@ class WeightWriter:
         assert isinstance(parameter, DTensor)
         group = parameter.device_mesh.get_group()
         ranks = dist.get_world_size(group)
-        # Ranks that share a GPU: gloo's gathering on CUDA ended the process (torch 2.11), on the CPU it works.
-        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else rows.device
-        mine = torch.zeros((-(-len(parameter) // ranks), *parameter.shape[1:]), dtype=self.dtype, device=device)
+        mine = rows.new_zeros((-(-len(parameter) // ranks), *parameter.shape[1:]), dtype=self.dtype)
         mine[: len(rows)] = rows
         everyone = mine.new_empty((ranks * len(mine), *parameter.shape[1:]))
         all_gather_tensor(everyone, mine, group)
