@@ -59,7 +59,7 @@ class EngineActor(Worker):
         return list(self.engine.tags)
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
-        self.engine.drain(finish=False)  # requests that run are computed again after the pause
+        self.engine.drain()  # requests that run are computed again after the pause
         self.release_cache()
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:

@@ -109,10 +109,8 @@ class VllmEngine:
     def settle(self) -> None:
         """vLLM ends a step in flight by itself."""
 
-    def drain(self, finish: bool = True) -> None:
-        """Drop the prefix cache. With `finish` False running requests are put back, and computed anew later."""
-        while finish and self._running:
-            self.step()
+    def drain(self) -> None:
+        """Before a pause: drop the prefix cache, and put running requests back, to be computed anew later."""
         self._put_back += len(self._running)
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._was_drained = True

@@ -218,8 +218,8 @@ FAULTS = [
         "weights_zeroed_on_the_way_out",
         "a weight of the engine is zero when it comes back",
         "examples/colocate/loop.py",
-        "        self.engine.drain(finish=False)",
-        "        self.engine.drain(finish=False)\n"
+        "        self.engine.drain()",
+        "        self.engine.drain()\n"
         "        if self.engine.memory.weights.state == 'active':\n"
         "            self.engine.model.weights['model.norm.weight'].zero_()",
         check="weights outlast a pause",

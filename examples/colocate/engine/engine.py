@@ -119,17 +119,16 @@ class Engine:
         self.scheduler.cancel(sequence)
 
     @torch.no_grad()
-    def step(self, use_graphs: bool = True, admit: bool = True) -> list[Sequence]:
+    def step(self, use_graphs: bool = True) -> list[Sequence]:
         """Launch the next step, then take the samples of the previous step while this one runs.
 
-        A step is a prefill of new requests, or one token for each that runs. Without `admit` waiting ones stay so.
-        Returns the requests that have one token more. If it fails, all requests are dropped, and the engine can go on
+        A step is a prefill of new requests, or one token for each that runs. Returns the requests that have one token more. If it fails, all requests are dropped, and the engine can go on
         with new ones.
         """
         self.memory.check_active(use_graphs)
         try:
             advanced = self._follow_kv_cache()
-            step = self.scheduler.schedule(admit)
+            step = self.scheduler.schedule()
             readback = self.runner.launch(step, use_graphs)
             advanced += self.settle()
             self._in_flight = None if readback is None else (step, readback)
@@ -148,18 +147,10 @@ class Engine:
         self._in_flight = None
         return self.scheduler.update(step, tokens, logprobs)
 
-    def drain(self, finish: bool = True) -> None:
-        """Empty the KV cache of running requests, admit nothing, and wait for the device: before a pause.
-
-        They run to their end, unless one is preempted; with `finish` False they are put back, and computed anew later.
-        Requests that wait hold no blocks; the next `step` goes on with them.
-        """
+    def drain(self) -> None:
+        """Before a pause: put running requests back, whose contents are computed anew later, and wait for the device."""
         self.settle()
-        if not finish:
-            self.scheduler.put_back_all()
-        while self.scheduler.running:
-            self.step(admit=False)
-        self.settle()
+        self.scheduler.put_back_all()
         self._synchronize()
 
     def drop_prefix_cache(self) -> None:
