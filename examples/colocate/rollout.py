@@ -66,7 +66,7 @@ class Rollouts:
         return SamplingParams(temperature, self.task.max_new_tokens, stop_tokens=self.task.tokenizer.stop_tokens)
 
     def prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
-        return [self.task.tokenizer.encode_prompt(problem.prompt) for problem in problems]
+        return [self.task.tokenizer.encode(problem.prompt) for problem in problems]
 
     def complete(self, problems: Sequence[Problem], group: int = 1, greedy: bool = False) -> list[Completion]:
         """`group` completions of each problem, side by side, in the order of the problems.
