@@ -38,13 +38,17 @@ class Rollout:
 
     samples: list[Sample]
     rewards: Tensor  # of the completions: fp32 [prompts, group]
-    length: float  # mean, in tokens
     truncated: float  # share of the completions that reached the longest length
 
     @property
     def reward(self) -> float:
         """The mean."""
         return float(self.rewards.mean())
+
+    @property
+    def length(self) -> float:
+        """The mean, in tokens."""
+        return self.num_tokens / len(self.samples)
 
     @property
     def num_tokens(self) -> int:
@@ -105,5 +109,5 @@ class Rollouts:
         rewards = torch.tensor(self.rewards(problems, completions)).view(prompts, group)
         advantages = group_advantages(rewards, zero_advantages).flatten().tolist()
         samples = [Sample(each.prompt, each.tokens, each.logprobs, own) for each, own in zip(completions, advantages)]
-        tokens, cut = sum(len(each.tokens) for each in completions), [each.finish_reason == "length" for each in completions]
-        return Rollout(samples, rewards, tokens / len(samples), sum(cut) / len(samples))
+        truncated = sum(each.finish_reason == "length" for each in completions) / len(completions)
+        return Rollout(samples, rewards, truncated)

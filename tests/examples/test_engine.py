@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 from typing import Any
 
 import pytest
@@ -230,7 +229,10 @@ def test_loading_checks_every_tensor(make_engine: MakeEngine) -> None:
     name = "model.layers.1.self_attn.k_proj.weight"
     before = engine.checksums()
     for bad, message in (
-        ([(name, good[name][:-1])], r"k_proj.weight' is torch.float32 \(31, 32\); expected \(torch.float32, \(32, 32\)\)"),
+        (
+            [(name, good[name][:-1])],
+            r"k_proj.weight' is torch.float32 \(31, 32\); expected \(torch.float32, \(32, 32\)\)",
+        ),
         ([(name, good[name].half())], r"is torch.float16 \(32, 32\); expected"),
         ([("lm_tail.weight", good[name])], "'lm_tail.weight' is not expected"),
     ):

@@ -152,7 +152,10 @@ def _truncate(path: Path) -> None:
         (lambda folder: _truncate(next(folder.glob("*2-of*.safetensors"))), "expected .* in safetensors"),
         (lambda folder: (folder / "model.safetensors.index.json").unlink(), "model.safetensors"),
         (lambda folder: edit(folder / "model.safetensors.index.json", weight_map=...), "weight_map"),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "expected the model's parameters in safetensors"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text("{"),
+            "expected the model's parameters in safetensors",
+        ),
         (lambda folder: (folder / "config.json").write_bytes(b"\xff"), "expected the config.json of a model"),
         (lambda folder: folder.rename(folder.with_name("elsewhere")), "expected the config.json of a model"),
     ],

@@ -122,8 +122,8 @@ class Engine:
     def step(self, use_graphs: bool = True) -> list[Sequence]:
         """Launch the next step, then take the samples of the previous step while this one runs.
 
-        A step is a prefill of new requests, or one token for each that runs. Returns the requests that have one token more. If it fails, all requests are dropped, and the engine can go on
-        with new ones.
+        A step is a prefill of new requests, or one token for each that runs. Returns the requests that have one token
+        more. If it fails, all requests are dropped, and the engine can go on with new ones.
         """
         self.memory.check_active(use_graphs)
         try:
@@ -148,7 +148,7 @@ class Engine:
         return self.scheduler.update(step, tokens, logprobs)
 
     def drain(self) -> None:
-        """Before a pause: put running requests back, whose contents are computed anew later, and wait for the device."""
+        """Before a pause: put running requests back, to be computed anew later, and wait for the device."""
         self.settle()
         self.scheduler.put_back_all()
         self._synchronize()

@@ -6,9 +6,8 @@ statistics: of sampled tokens. weights: for engines. checkpoint: files. memory: 
 
 from .batch import RankBatch, Sample
 from .checkpoint import CheckpointError
-from .config import TrainerConfig
 from .statistics import TokenStatistics
-from .trainer import NonFiniteError, StepMetrics, Trainer
+from .trainer import NonFiniteError, StepMetrics, Trainer, TrainerConfig
 from .weights import EngineWeights
 
 __all__ = [

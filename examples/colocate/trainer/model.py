@@ -38,6 +38,10 @@ class CausalLM(nn.Module):
                 module = module._modules[part]
             module.register_parameter(last, nn.Parameter(torch.empty(shape)))
 
+    @property
+    def layers(self) -> nn.ModuleList:
+        return cast(nn.ModuleList, self.model.layers)
+
     def forward(
         self, batch: MicroBatch, cos_PD: Tensor, sin_PD: Tensor, temperature: float, chunk: int, with_statistics: bool
     ) -> Tensor:
@@ -45,7 +49,7 @@ class CausalLM(nn.Module):
         weights = dict(self.named_parameters())
         embedding_VC = weights["model.embed_tokens.weight"]
         x_TC = F.embedding(batch.tokens_T, embedding_VC)
-        for layer in cast(nn.ModuleList, self.model.layers):
+        for layer in self.layers:
             x_TC = layer(x_TC, cos_PD[batch.positions_T], sin_PD[batch.positions_T], batch)
         x_TC = rms_norm(x_TC, weights["model.norm.weight"], self.config.norm_eps)
         hidden_NC, head_VC = x_TC.index_select(0, batch.predictors_N), weights.get("lm_head.weight", embedding_VC)

@@ -18,11 +18,29 @@ from ..model import ModelConfig, bit_sum
 from ..model.layers import rotary_tables
 from . import checkpoint
 from .batch import MicroBatch, RankBatch, Sample
-from .config import TrainerConfig
 from .memory import TrainerMemory, local, own_rows
 from .model import CausalLM
 from .statistics import TokenStatistics
 from .weights import WeightWriter
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Of AdamW without weight decay, so that a step without a gradient changes nothing, and of the computation.
+
+    Parameters, gradients and moments are in fp32, whatever `dtype` is.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    clip: float = 0.2  # how far the policy's ratio counts, to either side of one
+    weight_cap: float = 2.0  # of the importance weights for tokens that another program sampled
+    temperature: float = 1.0  # of the sampled distribution: logits are divided by it
+    seed: int = 0  # of random initial weights
+    dtype: torch.dtype = torch.float32  # of activations and gathered parameters
+    micro_batch_tokens: int = 16384  # that pass through the model at once; a longer sequence passes alone
+    logit_chunk: int = 1024  # tokens whose logits are in memory at once
+    checkpoint_layers: bool = True  # keep a layer's input alone, and compute the rest again in the backward pass
 
 
 @dataclass(frozen=True)
@@ -76,7 +94,7 @@ class Trainer:
             self.model = CausalLM(model, config.checkpoint_layers)
         # Inputs are not cast: the rotary tables stay in fp32, as those of the engine.
         precision = MixedPrecisionPolicy(config.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for layer in self.model.model.layers:
+        for layer in self.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
         self.memory.place_params(self.model)

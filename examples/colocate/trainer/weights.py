@@ -48,8 +48,9 @@ class WeightWriter:
             return sum(_copy(self._rows, engine) for engine in engines)
         written = 0
         for name, parameter in self._parameters.items():
-            assert isinstance(parameter, DTensor)
-            full = parameter.detach().to(self.dtype).full_tensor()  # cast before it is sent: 16 bits, not 32
+            cast = parameter.detach().to(self.dtype)  # before it is sent: 16 bits, not 32
+            assert isinstance(cast, DTensor)
+            full = cast.full_tensor()
             written += sum(_copy({name: (full, 0)}, engine) for engine in engines)
         return written
 
