@@ -13,13 +13,13 @@ import torch
 
 import memsaver
 
-from .checks.actors import CheckError
-from .checks.proofs import verdict
+from .checks.checked_actors import CheckError
+from .checks.checked_loop import verdict
 from .checks.recovery import RecoverableLoop
-from .memory import variables
 from .model.folder import FolderError
 from .options import Options, parse
 from .rollout import HungError
+from .savers import variables
 from .trainer import CheckpointError, NonFiniteError
 
 FAILED, NOT_LEARNED = 1, 4  # exit statuses

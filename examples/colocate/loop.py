@@ -21,11 +21,11 @@ from memsaver.ray import Group, Turn
 
 from .engine import Completion, Engine, SamplingParams
 from .engine.tensor_parallel import Parallel
-from .memory import engine_memory, packed, trainer_memory
 from .model import WeightPart
 from .options import Options
 from .recipes import Recipe
 from .rollout import Rollout, Rollouts, answers
+from .savers import engine_memory, packed, trainer_memory
 from .task import Task
 from .trainer import EngineWeights, Sample, StepMetrics, TokenStatistics, Trainer
 from .trainer.process_group import join

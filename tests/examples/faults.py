@@ -156,7 +156,7 @@ FAULTS = [
     Fault(
         "weights_paused_without_a_backup",
         "the engines' weights are lost in a pause that no sync follows",
-        "examples/colocate/checks/proofs.py",
+        "examples/colocate/checks/checked_loop.py",
         '"away": {"engine": {self.tags["engine"][0]: "host"}}',
         '"away": {"engine": {self.tags["engine"][0]: "none"}}',
         check="the contents of 'weights' are not there",

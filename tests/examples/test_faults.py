@@ -20,8 +20,8 @@ pytest.importorskip("ray", reason="needs ray")
 import memsaver  # noqa: E402
 from examples.colocate import loop as example  # noqa: E402
 from examples.colocate import rollout  # noqa: E402
-from examples.colocate.checks.actors import CheckError  # noqa: E402
-from examples.colocate.checks.proofs import CheckedLoop, verdict  # noqa: E402
+from examples.colocate.checks.checked_actors import CheckError  # noqa: E402
+from examples.colocate.checks.checked_loop import CheckedLoop, verdict  # noqa: E402
 from examples.colocate.checks.recovery import RecoverableLoop  # noqa: E402
 from examples.colocate.engine import EngineConfig  # noqa: E402
 from examples.colocate.options import parse  # noqa: E402

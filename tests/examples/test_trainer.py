@@ -29,10 +29,10 @@ from examples.colocate.trainer import (
     Trainer,
     TrainerConfig,
 )
-from examples.colocate.trainer.checkpoint import tensors
-from examples.colocate.trainer.memory import local
 from examples.colocate.trainer.process_group import join
+from examples.colocate.trainer.state_files import tensors
 from examples.colocate.trainer.token_logprobs import token_logprobs
+from examples.colocate.trainer.trainer_memory import local
 from tests.examples.model_support import save_model
 from tests.examples.trainer_support import MODEL, PLAIN, TAGS, addresses, samples, weights
 

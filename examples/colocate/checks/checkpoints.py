@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..trainer import CheckpointError
-from ..trainer.checkpoint import METADATA
+from ..trainer.state_files import METADATA
 
 _KEPT = 2
 _NAME = re.compile(r"step-\d{8}")

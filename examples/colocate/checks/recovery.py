@@ -15,8 +15,8 @@ from ..recipes import Recipe
 from ..rollout import answers
 from ..task import Task
 from ..trainer import Sample, StepMetrics, TokenStatistics
+from .checked_loop import CheckedLoop
 from .checkpoints import Checkpoints, LoopState, settings_of
-from .proofs import CheckedLoop
 
 _MOST_LOSSES = 3  # deaths since the last checkpoint; more have a cause that a restart does not remove
 _ANSWER_S = 60.0  # an actor that answers later counts as lost if another has died

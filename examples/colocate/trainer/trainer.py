@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from ..grpo import importance_weights, policy_loss
 from ..model import ModelConfig, bit_sum
 from ..model.layers import rotary_tables
-from . import checkpoint
+from . import state_files
 from .batch import MicroBatch, RankBatch, Sample
-from .memory import TrainerMemory, local, own_rows
-from .model import CausalLM
+from .causal_lm import CausalLM
 from .statistics import TokenStatistics
+from .trainer_memory import TrainerMemory, local, own_rows
 from .weights import WeightWriter
 
 
@@ -101,7 +101,7 @@ class Trainer:
         if folder is None:
             self._initialize()
         else:
-            checkpoint.load_pretrained(self.model, folder)
+            state_files.load_pretrained(self.model, folder)
         parameters = self.model.parameters()
         self.optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=config.betas, weight_decay=0.0, fused=True)
         self.memory.place_state(self.optimizer)
@@ -135,7 +135,7 @@ class Trainer:
                 weights_N = importance_weights(policy_N, each.behaviour_N, cap)
                 parts.append(TokenStatistics.of(policy_N, each.behaviour_N, entropy_N, variance_N, cap))
                 found.append(replace(each, behaviour_N=policy_N, weights_N=weights_N))
-        checkpoint.reshard(self.model)  # without a backward pass the root would stay gathered, and get stale
+        state_files.reshard(self.model)  # without a backward pass the root would stay gathered, and get stale
         return replace(dealt, micro_batches=found), TokenStatistics.joined(parts)
 
     def train_step(self, batch: RankBatch, learning_rate: float) -> StepMetrics:
@@ -158,16 +158,16 @@ class Trainer:
                 local(tensor).zero_()
 
     def save(self, folder: Path) -> None:
-        """Write parameters and optimizer state: see `checkpoint.save`."""
-        checkpoint.save(self.model, self.optimizer, folder)
+        """Write parameters and optimizer state: see `state_files.save`."""
+        state_files.save(self.model, self.optimizer, folder)
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint of the same number of ranks, in place. Raises CheckpointError."""
-        checkpoint.load(self.model, self.optimizer, folder)
+        state_files.load(self.model, self.optimizer, folder)
 
     def checksums(self) -> dict[str, int]:
         """By name, the `bit_sum` of this rank's shards of parameters and moments, and of the step counters."""
-        tensors = checkpoint.tensors(self.model, self.optimizer)
+        tensors = state_files.tensors(self.model, self.optimizer)
         sums = torch.stack([bit_sum(local(tensor)) for tensor in tensors.values()])
         return dict(zip(tensors, sums.tolist()))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..model import WeightPart, bit_sum
-from .memory import own_rows
+from .trainer_memory import own_rows
 
 Rows = tuple[Tensor, int]  # some rows of a parameter, and the number of the first
 

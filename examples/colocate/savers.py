@@ -27,7 +27,7 @@ import memsaver
 from .engine.engine_memory import EngineMemory
 from .model import WeightPart
 from .trainer import EngineWeights
-from .trainer.memory import TrainerMemory
+from .trainer.trainer_memory import TrainerMemory
 from .trainer.weights import WeightWriter
 
 

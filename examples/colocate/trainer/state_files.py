@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
 from ..model import folder as folders
-from .memory import own_rows
+from .trainer_memory import own_rows
 
 METADATA = ".metadata"  # the last file that is written
 
