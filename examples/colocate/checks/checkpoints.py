@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +22,6 @@ _KEPT = 2
 _NAME = re.compile(r"step-\d{8}")
 _PARTIAL = ".partial"
 _STATE = "loop.json"
-
-
-@dataclass(frozen=True)
-class LoopState:
-    """The state of a run after `step` steps, without the trainer's. Learning rates follow from `step`.
-
-    `settings`: the settings that the curve depends on, see `settings_of`. `task`: the state of the task's random
-    numbers. `engines`: those of each rank's sampler. `warm`: rewards of the held-out problems after the warm-up.
-    `statistics`, `counts`: of all steps so far.
-    """
-
-    step: int
-    settings: dict[str, Any]
-    task: list[Any]
-    engines: list[list[int]]
-    warm: list[float]
-    statistics: dict[str, float]
-    counts: dict[str, int]
-
-    def check(self, settings: Mapping[str, Any], where: str) -> None:
-        """Raise CheckpointError, naming the first difference, for a run with other settings."""
-        for name in (*settings, *self.settings):
-            found, expected = (each.get(name, "not there") for each in (self.settings, settings))
-            if found != expected:
-                raise CheckpointError(f"{where}: {name} is {found!r}; expected {expected!r}, the setting of this run")
 
 
 class Checkpoints:
@@ -62,7 +37,12 @@ class Checkpoints:
         """
         if resume:
             path, state = self.newest()
-            state.check(settings, str(path))
+            for name in (*settings, *state["settings"]):
+                found, expected = (each.get(name, "not there") for each in (state["settings"], settings))
+                if found != expected:
+                    raise CheckpointError(
+                        f"{path}: {name} is {found!r}; expected {expected!r}, the setting of this run"
+                    )
         elif (found := self.latest()) is not None:
             raise CheckpointError(f"there is {str(found)!r} already; expected a folder without, or --resume")
 
@@ -74,14 +54,17 @@ class Checkpoints:
         partial.mkdir(parents=True)
         return partial
 
-    def commit(self, state: LoopState) -> Path:
-        """Make the checkpoint of this step a complete one, and remove older ones."""
-        final = self.folder / f"step-{state.step:08d}"
+    def commit(self, state: dict[str, Any]) -> Path:
+        """Make the checkpoint of this step a complete one, and remove older ones.
+
+        `state`: the rest beside the trainer's, ready for JSON, with `step` and `settings`.
+        """
+        final = self.folder / f"step-{state['step']:08d}"
         partial = final.with_name(final.name + _PARTIAL)
         if not (partial / METADATA).is_file():
             raise CheckpointError(f"{str(partial)!r} has no state of a trainer; expected a folder that all nodes share")
         with open(partial / _STATE, "w") as file:
-            json.dump(asdict(state), file)
+            json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())
         _sync(partial)
@@ -97,14 +80,14 @@ class Checkpoints:
         """The newest complete one."""
         return next(reversed(self._complete()), None)
 
-    def newest(self) -> tuple[Path, LoopState]:
+    def newest(self) -> tuple[Path, dict[str, Any]]:
         """Raises CheckpointError if there is none, or an unreadable one."""
         path = self.latest()
         if path is None:
             raise CheckpointError(f"{str(self.folder)!r} has no complete checkpoint; expected a folder step-NNNNNNNN")
         try:
-            return path, LoopState(**json.loads((path / _STATE).read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            return path, json.loads((path / _STATE).read_text())
+        except (OSError, ValueError) as error:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error!r}; expected the file of a run") from error
 
     def _complete(self) -> list[Path]:
