@@ -91,8 +91,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--kill", type=_kills, default=(), metavar="ROLE:STEP,...", help="drill: kill an actor in a step")
     add("--log", type=_path, metavar="FILE", help="one JSON line per step, written at once")
     found = parser.parse_args(arguments)
-    if found.device == "cuda" and not on_gpu:
-        parser.error("--device is 'cuda' and this machine has no CUDA device; expected 'cpu'")
+    if found.device == "cuda" and not on_gpu and "RAY_ADDRESS" not in os.environ:
+        parser.error("--device is 'cuda' and this machine has no CUDA device; expected 'cpu', or RAY_ADDRESS")
     found.engines = found.engines or max(1, found.ranks // found.engine_ranks)
     if found.device == "cuda" and found.engines * found.engine_ranks > found.ranks:
         parser.error(f"--ranks is {found.ranks}; expected as many as ranks of engines: a trainer writes on its own GPU")
