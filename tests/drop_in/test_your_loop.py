@@ -84,6 +84,8 @@ class LLM:
         return found
 """
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+# No GPU; and a rate at which two steps show in the rewards.
+CHANGES = {'torch.device("cuda", int(os.environ["LOCAL_RANK"]))': 'torch.device("cpu")', "lr=1e-6": "lr=3e-2"}
 # At the end of the loop with memsaver, which it proves to use.
 PROOF = """
     assert {each.tag for each in memsaver.stats().devices["cpu"].regions} >= {"params", "vllm.weights", "vllm.kv_cache"}
@@ -108,9 +110,10 @@ def changed(program: str, difference: str) -> str:
 
 
 def run(program: str, folder: Path, size: int, **variables: str) -> list[str]:
-    device = 'torch.device("cuda", int(os.environ["LOCAL_RANK"]))'
-    assert program.count(device) == 1
-    (folder / "loop.py").write_text(program.replace(device, 'torch.device("cpu")'))
+    for text, other in CHANGES.items():
+        assert program.count(text) == 1, text
+        program = program.replace(text, other)
+    (folder / "loop.py").write_text(program)
     done = subprocess.run(
         [sys.executable, "loop.py", "model", "prompts"],
         cwd=folder,
