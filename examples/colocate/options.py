@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,29 +21,8 @@ from .task import Task
 _DESCRIPTION = "The RL loop: an engine and a trainer, two Ray actors on one device, take turns through memsaver."
 
 
-@dataclass(frozen=True)
-class Options:
-    """The choices of a run beside its recipe."""
-
-    device: str
-    memory: str = "memsaver"
-    ranks: int = 1  # of the trainer
-    engines: int = 1
-    engine_ranks: int = 1  # of each engine, which shares its model by tensor parallel
-    seed: int = 0
-    zero_advantages: bool = False
-    deterministic: bool = False
-    answer_within: float = 600.0
-    engine: str = "own"
-    model: Path | None = None
-    checkpoint_dir: Path | None = None
-    checkpoint_every: int = 5
-    resume: bool = False
-    stop_after: int | None = None
-    kill: tuple[tuple[str, int], ...] = ()  # a role, and the step in which an actor of it dies
-    log: Path | None = None
-    # Processes that name the same size share a device of the host driver: each run has its own.
-    host_device: int = 0
+class Options(argparse.Namespace):
+    """All arguments, which `parse` explains, and `host_device`: bytes of the run's own device of the host driver."""
 
     def count(self, role: str) -> int:
         """Actors of a role."""
@@ -90,7 +69,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--stop-after", type=_number(int, 1), metavar="STEP", help="end after this step, with a checkpoint")
     add("--kill", type=_kills, default=(), metavar="ROLE:STEP,...", help="drill: kill an actor in a step")
     add("--log", type=_path, metavar="FILE", help="one JSON line per step, written at once")
-    found = parser.parse_args(arguments)
+    found = parser.parse_args(arguments, namespace=Options())
     if found.device == "cuda" and not on_gpu and "RAY_ADDRESS" not in os.environ:
         parser.error("--device is 'cuda' and this machine has no CUDA device; expected 'cpu', or RAY_ADDRESS")
     found.engines = found.engines or max(1, found.ranks // found.engine_ranks)
@@ -119,11 +98,10 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
             found.checkpoint_dir.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError, SaverError) as error:
         parser.error(str(error))
-    chosen = {each.name: getattr(found, each.name) for each in fields(Options) if hasattr(found, each.name)}
-    options = Options(**chosen)
-    # Other than those of earlier runs, whose broker may live for a moment yet: its pool may have another capacity.
-    size = 2 * options.pairs * recipe.host_bytes + 4 * options.pairs * GIB + os.getpid() % 1000 * 2 * MIB
-    return replace(options, host_device=size), recipe, task
+    # Processes that name the same size share a device of the host driver: each run has its own. Also other than those
+    # of earlier runs, whose broker may live for a moment yet: its pool may have another capacity.
+    found.host_device = found.pairs * (2 * recipe.host_bytes + 4 * GIB) + os.getpid() % 1000 * 2 * MIB
+    return found, recipe, task
 
 
 def _recipe(found: argparse.Namespace) -> Recipe:

@@ -73,7 +73,7 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
         options, chosen, task = parse(["--device", "cpu", "--recipe", "tiny", *arguments])
         if chosen.warm_up_steps == RECIPES["tiny"].warm_up_steps:  # hardly a completion is right
             task.reward = lambda fields, text: text.count("1") / max(1, len(text))
-        options = dataclasses.replace(options, host_device=DEVICE_BYTES)
+        options.host_device = DEVICE_BYTES
         made.append(LocalLoop(options, dataclasses.replace(chosen, **recipe), task))
         try:
             made[-1].run()
@@ -94,7 +94,8 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
 
 def test_the_loop_runs_without_checks(run: Run) -> None:
     options, recipe, task = parse(["--device", "cpu", "--recipe", "tiny"])
-    loop = Local(dataclasses.replace(options, host_device=DEVICE_BYTES), recipe, task)
+    options.host_device = DEVICE_BYTES
+    loop = Local(options, recipe, task)
     loop.set_up()
     loop.begin()
     loop.step()
