@@ -1,4 +1,4 @@
-"""The options of the process: their table, which docs/configuration.md explains, and the ways to set them."""
+"""The options of the process: their table, which docs/reference.md explains, and the ways to set them."""
 
 from __future__ import annotations
 
@@ -219,8 +219,8 @@ _sources: dict[str, str] = {}
 def configure(**options: Any) -> None:
     """Sets options of this process. They take effect at once.
 
-    [Options](configuration.md) has the table of options, and ``memsaver config`` prints them with their values. Sizes
-    are integers in bytes or strings such as ``"64GiB"``. Units are powers of 1024: ``64G``, ``64GB``, ``64Gi`` and
+    [Options](reference.md#options) has their table, and ``memsaver config`` prints them with their values. Sizes are
+    integers in bytes or strings such as ``"64GiB"``. Units are powers of 1024: ``64G``, ``64GB``, ``64Gi`` and
     ``64GiB`` mean the same.
 
     Args:

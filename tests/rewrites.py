@@ -619,7 +619,7 @@ REWRITES = [
     Rewrite(
         "gathered_weights_stay",
         "trainer: weights that recompute() has gathered are used after the next step",
-        "examples/colocate/trainer/checkpoint.py",
+        "examples/colocate/trainer/state_files.py",
         "            module.reshard()",
         "            pass",
         ["examples/test_trainer.py::test_addresses_and_contents_outlive_steps_and_pauses"],
