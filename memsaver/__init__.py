@@ -39,42 +39,48 @@ from memsaver.errors import (  # noqa: E402
     Error,
     GuestError,
     OutOfMemoryError,
+    RebuildError,
     ReceiveError,
     RegionPausedError,
+    StaleError,
     VerifyError,
     WaitTimeoutError,
 )
 from memsaver.figures import stats  # noqa: E402
+from memsaver.policies import Derived  # noqa: E402
 from memsaver.regions import Region, capturing, outside, region  # noqa: E402
 from memsaver.transitions import (  # noqa: E402
     Transition,
     TransitionFuture,
-    define_phase,
     pause,
-    phase,
     resume,
     start,
     switch,
     trim,
 )
+from memsaver.turns.late import wait_before_step  # noqa: E402
+from memsaver.turns.phases import define_phase, phase  # noqa: E402
 
 if TYPE_CHECKING:
     from memsaver import drop_in as drop_in
     from memsaver import guests as guests
     from memsaver._torch.default_pool import default_pool
     from memsaver._torch.graphs import CUDAGraph, graph
+    from memsaver._torch.stale import check_written, name_tensors
 
 _WITH_TORCH = {
     "default_pool": "memsaver._torch.default_pool",
     "CUDAGraph": "memsaver._torch.graphs", "graph": "memsaver._torch.graphs",
+    "check_written": "memsaver._torch.stale", "name_tensors": "memsaver._torch.stale",
 }  # fmt: skip
 __version__ = "0.1.0"
 __all__ = [
-    "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "DriverError", "Error", "Guest",
-    "GuestError", "OutOfMemoryError", "ReceiveError", "Region", "RegionPausedError", "Transition",
-    "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing",
-    "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "outside", "pause", "phase",
-    "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
+    "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "Derived", "DriverError",
+    "Error", "Guest", "GuestError", "OutOfMemoryError", "RebuildError", "ReceiveError", "Region", "RegionPausedError",
+    "StaleError", "Transition", "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing", "check_written",
+    "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "name_tensors", "outside", "pause",
+    "phase", "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
+    "wait_before_step",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

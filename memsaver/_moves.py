@@ -7,18 +7,20 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from memsaver import _core, _guests, _results
 from memsaver._adapter import loaded, with_torch
 from memsaver._results import Transition
-from memsaver.errors import BackupError, Error
-from memsaver.policies import Bounds
-from memsaver.regions import Chosen, Ranges, Region, all_regions, tags_of, wrapper
+from memsaver.errors import BackupError, Error, RebuildError, RegionPausedError
+from memsaver.policies import Bounds, Derived
+from memsaver.regions import Chosen, Ranges, Region, all_regions, rebuilding, tags_of, wrapper
 
 log = logging.getLogger("memsaver")
 
 _verify = False
+_stale = "off"
 _AWAY = ("paused", "lost")  # states of regions without memory
 
 
@@ -28,6 +30,18 @@ def set_verify(wanted: bool) -> None:
     if _verify and not wanted:
         with_torch("memsaver._torch.checksums").forget_all()
     _verify = wanted
+
+
+def set_stale(mode: str) -> None:
+    """Memory that comes back without contents is filled with a pattern unless the mode is ``"off"``."""
+    global _stale
+    if _stale != "off" and mode == "off":
+        with_torch("memsaver._torch.stale").forget_all()
+    _stale = mode
+
+
+def stale() -> str:
+    return _stale
 
 
 class Move:
@@ -63,6 +77,9 @@ class Move:
         self._leaving: tuple[str, ...] = ()
         self._pausing: list[Region] = []
         self._kept: dict[str, str] = {}  # by tag, the policies of this pause that keep contents
+        self._rebuilt: list[Region] = []  # regions to rebuild, each after its sources
+        self._blank: list[Region] = []  # regions to fill: they resume without contents
+        self._failed: Exception | None = None  # of a rebuild
         self._differing: Exception | None = None  # found by the comparison of contents
         self._restored: list[Any] = []  # regions that resume with their contents
         # Last: an interrupt before leaves nothing in the queues, also while its traceback keeps this object.
@@ -93,16 +110,27 @@ class Move:
             move.begin()
             self._leaving = tags_of(move.pausing)
             self._pausing = leaving = [wrapper(each) for each in move.pausing]
-            kept = [self._backup.get(each.tag, each.backup) for each in leaving]
+            derived = {each for each in leaving if isinstance(each.backup, Derived) and each.tag not in self._backup}
+            kept = ["none" if each in derived else self._backup.get(each.tag, str(each.backup)) for each in leaving]
             self._kept = {each.tag: policy for each, policy in zip(leaving, kept) if policy != "none"}
             restored = [self._restore[each.tag] for each in move.resuming]
+            coming = [wrapper(each) for each, wanted in zip(move.resuming, restored) if wanted]
+            self._hold_sources(coming)
+            if _stale != "off":
+                every = map(wrapper, move.resuming)
+                full = {each for each in coming if each.backup_bytes}
+                self._blank = [each for each in every if each not in full and not each.written_in_use]
+                if self._blank:
+                    _check_no_capture("a fill for the option 'stale'")
             if (torch := loaded()) is not None:
                 torch.check_pausable(leaving, self._thread)
             self._guests.prepare(self._paused_tags())
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]
             move.prepare(kept, live, restored)
             self._restored = [each for each, wanted in zip(move.resuming, restored) if wanted]
-            self._record_contents(leaving, kept, live)  # from here on nothing uses the regions
+            if _verify:  # from here on nothing uses the regions
+                live = [_live(each) if each in derived else ranges for each, ranges in zip(leaving, live)]
+                self._record_contents(leaving, live)
         except BackupError as error:
             if self._kept:
                 error._name_regions(self._kept)
@@ -155,13 +183,16 @@ class Move:
         try:
             self._guests.leave(self._paused_tags())
             begun = True
-            done = move.run(self._check_contents if _verify else None)
-        except BaseException as error:
+            done = move.run(self._arrived if _verify or self._rebuilt or self._blank else None)
+        except BaseException as raised:
             move.abort()
+            error = self._failed or raised
             if begun and isinstance(error, Error):
                 error._name_paused(self._leaving, tags_of(move.discarded))
             committed = begun and (not self._pausing or any(each.state in _AWAY for each in self._pausing))
             self._guests.settle(self._paused_tags(), _away_tags(), committed, error)
+            if self._failed is not None:
+                raise self._failed from self._failed.__cause__
             raise
         finally:
             _call_all(self._ends)
@@ -190,22 +221,81 @@ class Move:
         log.debug("%s", outcome)
         return outcome
 
-    def _record_contents(self, leaving: Sequence[Region], kept: Sequence[str], live: Sequence[Ranges]) -> None:
-        if not _verify:
+    def _hold_sources(self, coming: Sequence[Region]) -> None:
+        """Finds the regions to rebuild, and holds the active sources of them: a pause waits. Nothing has changed yet.
+
+        Raises RegionPausedError if a source has no contents then, ValueError if it does not exist.
+        """
+        derived = {each: each.backup for each in coming if isinstance(each.backup, Derived) and not each.backup_bytes}
+        if not derived:
             return
+        _check_no_capture("a rebuild")
+        every, held = all_regions(), []
+        with_contents = {each for each in coming if each in derived or has_contents(each)}
+        for each, source in [(each, source) for each, policy in derived.items() for source in policy.after]:
+            found = [other for other in every if other.tag == source]
+            if not found:
+                raise ValueError(f"region {each.tag!r} is derived from {source!r}, and there is no region of this tag")
+            held += [other._core for other in found if other not in with_contents]
+        if (away := _core.acquire(held)) is not None:
+            raise RegionPausedError(
+                f"a region to resume is derived from {away.tag!r}, which is {away.state}: expected it to be active, or "
+                "to resume in the same call with contents",
+                tag=away.tag,
+                state=away.state,
+            )
+        self._ends.append(partial(_core.release, held))
+        order: dict[str, set[str]] = {}
+        for each, policy in derived.items():
+            order.setdefault(each.tag, set()).update(policy.after)
+        try:
+            tags = list(TopologicalSorter(order).static_order())
+        except CycleError as error:
+            raise ValueError(f"these regions are derived from each other: {', '.join(error.args[1])}") from None
+        self._rebuilt = sorted(derived, key=lambda each: tags.index(each.tag))
+
+    def _record_contents(self, leaving: Sequence[Region], live: Sequence[Ranges]) -> None:
         checksums = with_torch("memsaver._torch.checksums")
         partly_unmapped = {wrapper(each) for each in self.core.continued}
-        for each, policy, ranges in zip(leaving, kept, live):
+        for each, ranges in zip(leaving, live):
             if each not in partly_unmapped:  # else an earlier pause has recorded them, and failed later
-                checksums.record(each, ranges if policy != "none" else None)
+                checksums.record(each, ranges)
 
-    def _check_contents(self) -> None:
-        """The core calls this before the regions are active, and takes no exception."""
+    def _arrived(self) -> bool:
+        """The core calls this before the regions are active, and takes no exception. False: they have to be paused."""
+        for each in self._blank:
+            with_torch("memsaver._torch.stale").fill(each)
+        for each in {each.device: each for each in self._blank}.values():
+            _core.open_driver(each.device).synchronize()  # nothing may be written before
+        for each in self._rebuilt:
+            self.recorder.enter("rebuild", each.tag)
+            try:
+                try:
+                    with rebuilding():
+                        each.backup.rebuild()  # type: ignore[union-attr]
+                finally:
+                    each._core.release_unused(None)  # waits for the device. Raises during a capture
+            except Exception as error:
+                self._failed = RebuildError(f"region {each.tag!r} could not be rebuilt: {error!r}", tag=each.tag)
+                self._failed.__cause__ = error
+                _core.open_driver(each.device).synchronize()  # no kernel may write to memory that is released next
+                return False
         try:
-            for each in map(wrapper, self._restored):
+            for each in map(wrapper, self._restored if _verify else ()):
                 with_torch("memsaver._torch.checksums").check(each)
         except Exception as error:
             self._differing = error
+        return True
+
+
+def _check_no_capture(step: str) -> None:
+    if _core.capturing():
+        raise Error(f"a CUDA graph is being captured, and {step} waits for the device: end the capture first")
+
+
+def has_contents(region: Region) -> bool:
+    """Whether a resume of a paused region brings contents, or there are none to bring."""
+    return bool(region.backup_bytes or not region.allocated_bytes)
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

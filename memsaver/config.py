@@ -1,4 +1,4 @@
-"""The options of the process: their table, which docs/configuration.md explains, and the ways to set them."""
+"""The options of the process: their table, which docs/reference.md explains, and the ways to set them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _PAGE = 2 << 20
 _LARGEST = 1 << 60
 _LONGEST_S = 1e6
 DROP_INS: Final = ("vllm", "tms")
+STALE: Final = ("off", "check", "warn", "raise")
 
 # Functions that parse a value of configure() or the text of a variable. They raise ConfigError with the option's name.
 
@@ -125,6 +126,12 @@ def _report_dir(value: Any, option: str) -> str:
     return path
 
 
+def _stale(value: Any, option: str) -> str:
+    if value not in STALE:
+        raise _wrong(option, value, f"one of {', '.join(map(repr, STALE))}")
+    return str(value)
+
+
 def _text(value: str, option: str) -> str | None:
     return value or None  # its users check it
 
@@ -191,6 +198,7 @@ OPTIONS: Final = {
         Option("retain", 0, parse_size, _core.set_retain),
         Option("host_limit", None, _limit, _core.set_host_limit, "auto"),
         Option("verify", False, _switch, _moves.set_verify),
+        Option("stale", "off", _stale, _moves.set_stale),
         Option("disk_dir", None, _disk_dir, lambda path: _core.set_disk_dir(path or "")),
         Option("memory_timeout", 0.0, parse_seconds, _core.set_memory_timeout),
         Option(
@@ -211,8 +219,8 @@ _sources: dict[str, str] = {}
 def configure(**options: Any) -> None:
     """Sets options of this process. They take effect at once.
 
-    [Options](configuration.md) has the table of options, and ``memsaver config`` prints them with their values. Sizes
-    are integers in bytes or strings such as ``"64GiB"``. Units are powers of 1024: ``64G``, ``64GB``, ``64Gi`` and
+    [Options](reference.md#options) has their table, and ``memsaver config`` prints them with their values. Sizes are
+    integers in bytes or strings such as ``"64GiB"``. Units are powers of 1024: ``64G``, ``64GB``, ``64Gi`` and
     ``64GiB`` mean the same.
 
     Args:

@@ -25,6 +25,7 @@ class Error(RuntimeError):
     Attributes:
         discarded: Tags whose contents a transition discarded, by their policy ``"none"``, before it failed.
         resumed: Tags that a transition resumed before it failed: they are active.
+        phase: The phase of a group, or of late regions, that failed. None for other errors.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
@@ -38,6 +39,7 @@ class Error(RuntimeError):
 
     discarded: tuple[str, ...] = ()
     resumed: tuple[str, ...] = ()
+    phase: str | None = None
 
     def __init__(self, text: str = "", /, **fields: Any) -> None:
         super().__init__(text)
@@ -175,6 +177,7 @@ class WaitTimeoutError(Error, TimeoutError):
         stage: The wait that was ended. ``"queue"``: for earlier transitions on the same regions. ``"launches"``: for
             guarded replays under way. ``"device"``: for work queued on the device. ``"backup"``: for host memory that
             is being allocated. ``"guests"``: for guests of another transition. ``"answer"``: for a member of a group.
+            ``"late"``: for regions that come late in a phase.
         waited_s: Seconds since the call began.
     """
 
@@ -228,6 +231,16 @@ class ReceiveError(Error):
     pid: int | None = None
 
 
+class RebuildError(Error):
+    """``Derived.rebuild`` has raised an error, its cause. The regions of the resume are paused with their contents.
+
+    Attributes:
+        tag: The tag of the region.
+    """
+
+    tag: str
+
+
 class VerifyError(Error):
     """Contents have changed between a pause and a resume. Only ``configure(verify=True)`` looks for this.
 
@@ -237,6 +250,7 @@ class VerifyError(Error):
         tag: The tag of the region.
         segment: The address of the segment with the first difference.
         offset: The offset of the difference within the segment, in bytes, rounded down to 8 KiB.
+        parts: The allocations with differences: tuples of address and bytes. Neighbours may be joined.
 
     Examples:
         >>> memsaver.configure(verify=True)
@@ -254,6 +268,17 @@ class VerifyError(Error):
     tag: str
     segment: int
     offset: int
+    parts: list[tuple[int, int]]
+
+
+class StaleError(Error):
+    """Tensors were not written since a resume without contents: see ``memsaver.check_written()``.
+
+    Attributes:
+        tensors: Their names, their bytes, and the bytes of them that were not written.
+    """
+
+    tensors: list[tuple[str, int, int]]
 
 
 def gib(nbytes: int) -> str:

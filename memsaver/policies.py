@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -106,6 +107,51 @@ TurnRestore = bool | Mapping[str, bool | Mapping[str, bool]] | None
 
 TurnLazy = bool | Mapping[str, bool | Mapping[str, bool]] | None
 """Whether pauses of a group's turn are lazy, in the forms of TurnBackup. None: the group's values for the phase."""
+
+@dataclass(frozen=True)
+class Derived:
+    """A policy for a region whose contents can be computed again from other regions: a pause copies nothing.
+
+    A resume calls ``rebuild()`` after the contents of the other regions have arrived, and before the region is active.
+    With ``restore=False`` it does not. A pause with ``backup="host"`` or ``"disk"`` keeps the contents as in other
+    regions. In ``memsaver.stats()`` the policy is ``"none"``.
+
+    Attributes:
+        rebuild: Writes the contents into the tensors of the region, and neither enters nor allocates in a region of the
+            resume. It has to wait for work that it queues on other devices than the region's. The thread is that of the
+            transition: modes of the caller's thread, such as ``torch.no_grad()``, may be missing. The region keeps the
+            function, and the object of a bound method. If it raises, all regions of the resume are paused again with
+            their contents, and the resume raises RebuildError.
+        after: The tags whose contents ``rebuild()`` reads. All of their regions have to be active, or to resume in the
+            same call with contents. A resume for which one is not raises RegionPausedError, and nothing has changed.
+
+    Raises:
+        TypeError: ``rebuild`` cannot be called, or is a coroutine function, or ``after`` is not a list of tags.
+
+    Examples:
+        >>> master = memsaver.region("master", device="cpu", backup="host")
+        >>> fp32 = master.empty(256).fill_(0.5)
+        >>> cast = memsaver.Derived(lambda: bf16.copy_(fp32), after=["master"])
+        >>> weights = memsaver.region("weights", device="cpu", backup=cast)
+        >>> bf16 = weights.empty(256, torch.bfloat16).copy_(fp32)
+        >>> memsaver.pause(["master", "weights"]).copied_bytes
+        1024
+        >>> memsaver.resume(["master", "weights"]).copied_bytes, bf16[0].item()
+        (1024, 0.5)
+    """
+
+    rebuild: Callable[[], object]
+    after: Sequence[str]
+
+    def __post_init__(self) -> None:
+        if not callable(self.rebuild):
+            raise TypeError(f"rebuild is {self.rebuild!r}, expected a function without arguments")
+        if inspect.iscoroutinefunction(self.rebuild):
+            raise TypeError(f"rebuild is {self.rebuild!r}, a coroutine function, expected one that does not await")
+        object.__setattr__(self, "after", tuple(several(self.after, "after")))
+        for tag in self.after:
+            check_tag(tag)
+
 
 _V = TypeVar("_V", str, bool)
 _Check = Callable[[object, str], None]

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from memsaver import _core, _guests
 from memsaver._adapter import adapter, loaded, wanted
 from memsaver.broker import pool_client
-from memsaver.errors import Error, RegionPausedError
-from memsaver.policies import BACKUPS, READERS_S, Backup, Bounds, Restore, check_backup, check_tag, device_name
+from memsaver.errors import Error, RegionPausedError, WaitTimeoutError
+from memsaver.policies import (
+    BACKUPS,
+    READERS_S,
+    Backup,
+    Bounds,
+    Derived,
+    Restore,
+    check_backup,
+    check_tag,
+    device_name,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +36,26 @@ if TYPE_CHECKING:
 
 _NO_FILL, *FILLS = _core.FILLS
 Ranges = list[tuple[int, int]]  # addresses, or offsets within a region, and bytes
+
+
+class Coming(NamedTuple):
+    """The resume of a late region in the background. ``residence``: of the region before."""
+
+    future: futures.Future[Any]
+    phase: str
+    residence: int
+
+
+_rebuilding = threading.local()  # ``now``: this thread calls Derived.rebuild, and waits for no late region
+
+
+@contextmanager
+def rebuilding() -> Iterator[None]:
+    _rebuilding.now = True
+    try:
+        yield
+    finally:
+        _rebuilding.now = False
 
 
 class Region:
@@ -40,11 +73,12 @@ class Region:
     Attributes:
         tag: The name by which calls select the region.
         device: ``"cpu"`` or ``"cuda:N"``.
-        backup: The policy: ``"none"``, ``"host"`` or ``"disk"``.
+        backup: The policy: ``"none"``, ``"host"``, ``"disk"``, or a ``memsaver.Derived``.
         frozen: Whether the contents do not change after the first pause.
         fill: The value of memory without contents: ``"zero"``, ``"poison"`` or ``"keep"``, or None for the rule of
             ``region()``.
         one_handle: Whether each segment has one handle of the driver.
+        written_in_use: Whether ``memsaver.check_written()`` leaves the region out.
 
     Examples:
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
@@ -60,11 +94,13 @@ class Region:
 
     tag: str
     device: str
-    backup: str
+    backup: str | Derived
     frozen: bool
     fill: str | None
     one_handle: bool
+    written_in_use: bool = False
     _handle: Any  # the region of the core, which stays when it was closed
+    _coming: Coming | None = None
 
     def __init__(self, core: Any) -> None:
         self._handle = core
@@ -206,6 +242,51 @@ class Region:
         _ = self._core
         return transition(NOTHING, Chosen([self]), bounds, restore=restore)
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the resume of a region that comes late in its phase: see ``memsaver.define_phase()``.
+
+        Args:
+            timeout: Seconds to wait. None: no bound but those of the resume.
+
+        Raises:
+            WaitTimeoutError: ``timeout`` ended the wait. The resume goes on.
+            memsaver.Error: The error of the resume, with the name of the phase. The region is paused, or active if
+                ``resumed`` of the error names it.
+            RegionPausedError: The region is not active, and is not on its way.
+
+        Examples:
+            >>> optimizer = memsaver.region("optimizer", device="cpu", backup="host")
+            >>> memsaver.define_phase("train", [], late="optimizer")
+            >>> _ = memsaver.pause("optimizer")
+            >>> with memsaver.phase("train"):
+            ...     optimizer.wait(timeout=60)
+            >>> optimizer.state
+            'active'
+        """
+        self._arrive(Bounds(timeout).timeout)
+        self.check_active("be used")
+
+    def _arrive(self, timeout: float | None = None) -> None:
+        """Waits if the region comes late. Raises as wait() does, but if the region was paused since then."""
+        if (coming := self._coming) is None:
+            return
+        # Active before the end: for guests that come back, and for code of a member after its resume.
+        if getattr(_rebuilding, "now", False) or (self.state == "active" and not coming.future.done()):
+            return
+        began = time.monotonic()
+        if not futures.wait([coming.future], timeout).done:
+            text = f"region {self.tag!r} comes late in phase {coming.phase!r} and has not arrived"
+            raise WaitTimeoutError(text, stage="late", waited_s=time.monotonic() - began)
+        error = coming.future.exception()
+        is_active = self.tag in getattr(error, "resumed", ())
+        if (error is None or is_active or self.residence != coming.residence) and self._coming is coming:
+            self._coming = None  # it has arrived, the error is raised now, or is of an earlier residence
+        if error is not None and (is_active or self.residence == coming.residence):
+            text = f"phase {coming.phase!r}, late regions: "
+            again = copy.copy(error) if isinstance(error, Error) else Error(f"{type(error).__name__}: {error}")
+            again.args, again.phase = (f"{text}{again}",), coming.phase
+            raise again from error
+
     def thaw(self) -> None:
         """Drops the copy of a frozen region, so that its contents may change. Its next pause makes another copy.
 
@@ -293,6 +374,7 @@ class Region:
         if any(size < 0 for size in sizes):
             raise ValueError(f"shape is {shape!r}, expected sizes of 0 or more")
         self._check_own("be allocated in")
+        self._arrive()
         self._check_fillable(f"take an allocation of shape {sizes}" if math.prod(sizes) else "be allocated in")
         return adapter().empty(self, sizes, dtype)
 
@@ -331,6 +413,7 @@ class Region:
 
     def __enter__(self) -> Region:
         self._check_own("be entered")
+        self._arrive()
         torch = adapter()
         torch.enter(self)
         try:
@@ -403,11 +486,12 @@ def default_device() -> str:
 def region(
     tag: str,
     device: str | torch.device | None = None,
-    backup: str | None = None,
+    backup: str | Derived | None = None,
     *,
     frozen: bool | None = None,
     fill: str | None = None,
     one_handle: bool | None = None,
+    written_in_use: bool | None = None,
 ) -> Region:
     """Returns the region with this tag and device, and makes it if there is none.
 
@@ -417,7 +501,8 @@ def region(
             there is no CUDA device.
         backup: The policy for contents in a pause. ``"none"``, the default of a new region: they are undefined after
             the resume. ``"host"``: they are kept in pinned host memory. ``"disk"``: they are kept in a file in the
-            directory of ``configure(disk_dir=...)``. Here and below, None is the value of the existing region.
+            directory of ``configure(disk_dir=...)``. A ``memsaver.Derived``: they are computed again. Here and below,
+            None is the value of the existing region.
         frozen: True: the contents do not change after the first pause, which copies them out. Later pauses copy
             nothing, and allocations in the region raise until ``Region.thaw()`` drops the copy.
         fill: The value of memory without contents. By default it has zeros or old bytes of this process. ``"zero"``: it
@@ -427,6 +512,8 @@ def region(
             driver, of its size in whole pages of 2 MiB, as libraries expect that export the memory at a pointer. Each
             resume creates it, and each pause releases it: no pool, no ``retain``, and a switch needs its memory to be
             free before.
+        written_in_use: True: the memory is written while it is used, as a KV cache is, or its zeros of ``fill`` are
+            used. ``memsaver.check_written()`` leaves the region out.
 
     Returns:
         The region. The same arguments give the same object.
@@ -434,7 +521,7 @@ def region(
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: An argument has a wrong value, or the region was made with another ``backup``, ``frozen`` or
-            ``fill`` or ``one_handle``.
+            ``fill``, ``one_handle`` or ``written_in_use``.
         ConfigError: The policy is ``"disk"``, and ``disk_dir`` is not set; or ``one_handle`` with a shared pool.
         DriverError: The device cannot be used.
         BrokerError: ``configure(pool="shared")`` is set, and the shared pool of the device cannot be reached.
@@ -445,12 +532,14 @@ def region(
         True
     """
     check_tag(tag)
-    if backup is not None:
+    derived = backup if isinstance(backup, Derived) else None
+    if backup is not None and derived is None:
         check_backup(backup)
     if frozen is not None and not isinstance(frozen, bool):
         raise TypeError(f"frozen is {frozen!r}, expected True or False")
-    if one_handle is not None and not isinstance(one_handle, bool):
-        raise TypeError(f"one_handle is {one_handle!r}, expected True or False")
+    for option, flag in (("one_handle", one_handle), ("written_in_use", written_in_use)):
+        if flag is not None and not isinstance(flag, bool):
+            raise TypeError(f"{option} is {flag!r}, expected True or False")
     if fill is not None and fill not in FILLS:
         raise ValueError(f"fill is {fill!r}, expected one of {', '.join(map(repr, FILLS))}")
     if device in BACKUPS:
@@ -458,16 +547,20 @@ def region(
     name = default_device() if device is None else device_name(device)
     found = _regions.get((tag, name))
     if found is None or found._handle.closed:  # the core raises in a forked child
-        if frozen and (backup or "none") == "none":
-            raise ValueError("frozen is True and backup is 'none', expected a backup that keeps frozen contents")
+        policy = "none" if derived is not None or backup is None else str(backup)
+        if frozen and policy == "none":
+            raise ValueError(f"frozen is True and backup is {backup or 'none'!r}, expected 'host' or 'disk'")
         pool_client.join(name)
-        found = wrapper(_core.region(tag, name, backup or "none", bool(frozen), fill or _NO_FILL, bool(one_handle)))
+        found = wrapper(_core.region(tag, name, policy, bool(frozen), fill or _NO_FILL, bool(one_handle)))
+        found.backup = derived or found.backup
+        found.written_in_use = bool(written_in_use)
         observe_captures(name)
     for option, given, has in (
         ("backup", backup, found.backup),
         ("frozen", frozen, found.frozen),
         ("fill", fill, found.fill),
         ("one_handle", one_handle, found.one_handle),
+        ("written_in_use", written_in_use, found.written_in_use),
     ):
         if given is not None and given != has:
             raise ValueError(f"{option} is {given!r}, but region {tag!r} was made with {has!r}")

@@ -1,21 +1,19 @@
-"""Pause, resume and switch, at once or in the background; phases; trim."""
+"""Pause, resume and switch, at once or in the background; trim."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
-from memsaver import _guests, policies, regions
+from memsaver import policies
 from memsaver._adapter import loaded
 from memsaver._moves import Move, active
 from memsaver._results import Transition as Transition
 from memsaver._results import TransitionFuture as TransitionFuture
 from memsaver._results import in_thread as in_thread
-from memsaver.policies import READERS_S, Backup, Bounds, Lazy, Restore, check_backup
-from memsaver.regions import NOTHING, Chosen, Region, Selection, choose, find
+from memsaver.policies import READERS_S, Backup, Bounds, Lazy, Restore
+from memsaver.regions import NOTHING, Chosen, Selection, choose, find
 
 
 def pause(
@@ -191,9 +189,16 @@ def start(
     """
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     leaving, coming = choose(pause, "pause"), choose(resume, "resume")
+    return started(leaving, coming, bounds, backup=backup, lazy=lazy, restore=restore)
+
+
+def started(
+    pause: Chosen, resume: Chosen, bounds: Bounds, *, backup: Backup = None, lazy: Lazy = False, restore: Restore = True
+) -> TransitionFuture:
+    """``transition()`` in the background. Its regions are in the order of the calls."""
     future = TransitionFuture()
     # To be taken once: after an interrupt its thread may run or not.
-    queued = [_queued(leaving, coming, bounds, backup, restore, thread=None, lazy=lazy)]
+    queued = [_queued(pause, resume, bounds, backup, restore, thread=None, lazy=lazy)]
     try:
         in_thread(lambda: _run(queued.pop()), "memsaver transition", future)
     except BaseException as error:
@@ -310,116 +315,6 @@ def prepare_pause(
             move.fail(error)
             raise
     return Prepared(move)
-
-
-Hook = Callable[[], object]
-# By name, the regions and the hooks. A tag may be without a region yet.
-_phases: dict[str, tuple[list[str | Region], Hook | None, Hook | None]] = {}
-
-
-def define_phase(
-    name: str,
-    resident: str | Region | Iterable[str | Region],
-    *,
-    on_enter: Hook | None = None,
-    on_exit: Hook | None = None,
-) -> None:
-    """Defines the regions that are resident in a phase.
-
-    A second definition replaces the first. So ``define_phase(name, [])`` removes all regions of a phase. A region that
-    was closed leaves the phases that name it as a Region.
-
-    Args:
-        name: The name of the phase.
-        resident: A tag, a Region, or several of either. A tag needs a region when the phase is entered. Guests of a tag
-            come back with the phase, and leave with a phase that does not name their tags.
-        on_enter: Called after the phase's regions have resumed.
-        on_exit: Called at the end of the phase's with statement.
-
-    Raises:
-        TypeError: An argument has a wrong type.
-
-    Examples:
-        >>> memsaver.define_phase("rollout", ["weights", "kv_cache"])
-        >>> memsaver.define_phase("train", "optimizer", on_exit=lambda: print("trained"))
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"name is {name!r}, expected a string")
-    parts = regions.selected(resident, "resident")
-    for hook in (on_enter, on_exit):
-        if hook is not None and not callable(hook):
-            raise TypeError(f"on_enter or on_exit is {hook!r}, expected something to call, or None")
-    _phases[name] = parts, on_enter, on_exit
-
-
-def phase(
-    name: str,
-    *,
-    backup: Backup = None,
-    lazy: Lazy = False,
-    restore: Restore = True,
-    timeout: float | None = None,
-    memory_timeout: float | None = None,
-    reader_timeout: float = READERS_S,
-) -> AbstractContextManager[Transition]:
-    """Enters a phase in a with statement: of all regions in any phase, exactly those of this phase are resident.
-
-    Phases do not nest: an inner phase pauses the regions of the outer phase. The end of the with statement calls
-    ``on_exit`` and moves no regions.
-
-    Args:
-        name: The name of a phase that ``define_phase()`` has defined.
-        backup: As for ``memsaver.switch()``, of the regions that pause.
-        lazy: As for ``memsaver.switch()``, of the regions that pause.
-        restore: As for ``memsaver.switch()``, of the regions that resume.
-        timeout: Seconds for the transition up to its commit. None: no bound.
-        memory_timeout: Seconds to wait for memory that others hold, as for ``memsaver.resume()``.
-        reader_timeout: Seconds to wait for attached processes.
-
-    Returns:
-        A context manager. Its value is the transition into the phase.
-
-    Raises:
-        ValueError: The phase is not defined, or one of its tags has no region.
-        memsaver.Error: As from ``memsaver.switch()``.
-
-    Examples:
-        >>> kv = memsaver.region("kv_cache", device="cpu")
-        >>> optimizer = memsaver.region("optimizer", device="cpu", backup="host")
-        >>> memsaver.define_phase("rollout", kv)
-        >>> memsaver.define_phase("train", optimizer)
-        >>> with memsaver.phase("rollout") as moved:
-        ...     print(moved.paused, kv.state, optimizer.state)
-        ('optimizer',) active paused
-    """
-    if name not in _phases:
-        known = ", ".join(map(repr, sorted(_phases))) or "none"
-        raise ValueError(f"there is no phase {name!r}; there are {known}")
-    bounds = Bounds(timeout, memory_timeout, reader_timeout)
-    if isinstance(backup, str):
-        check_backup(backup)
-    return _entered_phase(name, bounds, backup=backup, lazy=lazy, restore=restore)
-
-
-@contextmanager
-def _entered_phase(name: str, bounds: Bounds, **options: Any) -> Iterator[Transition]:
-    resident, on_enter, on_exit = _phases[name]
-    coming = regions.find([part for part in resident if isinstance(part, str) or not part._handle.closed])
-    named = {part for parts, *_ in _phases.values() for part in parts}
-    every = regions.all_regions()
-    staying = set(coming)
-    leaving = [each for each in every if (each in named or each.tag in named) and each not in staying]
-    # Tags of guests alone. A tag with regions moves by them: a phase can name some of its regions.
-    alone = (_guests.tags() & named) - {each.tag for each in every}
-    back = alone.intersection(resident)
-    moved = transition(Chosen(leaving, alone - back), Chosen(coming, back), bounds, **options)
-    if on_enter is not None:
-        on_enter()
-    try:
-        yield moved
-    finally:
-        if on_exit is not None:
-            on_exit()
 
 
 def trim(tags: Selection = None, *, timeout: float | None = None) -> None:

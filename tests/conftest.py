@@ -67,10 +67,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"not on a late device: {why}"))
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # objects of the imports stay out of each test's collection
-
-
 def _leaves_it_unusable(item: pytest.Item) -> bool:
     return item.get_closest_marker("isolated") is not None
 
@@ -197,8 +193,13 @@ def close_regions() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def regions_of_earlier_files() -> None:
-    """Closes them: this file may use their tags and memory. At the end of a file pytest still has its fixtures."""
+    """Closes them: this file may use their tags and memory. At the end of a file pytest still has its fixtures.
+
+    What is left then, a million objects of imports, stays out of the collections around each test of this file.
+    """
+    gc.unfreeze()
     close_regions()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -37,7 +37,7 @@ import memsaver
 from memsaver import _core
 from memsaver.broker import caller, daemon, discovery
 from tests import controls
-from tests.support import until
+from tests.support import random_bytes, until
 
 GIB = 1 << 30
 
@@ -177,7 +177,7 @@ class Segment:
             self.fill(seed)
 
     def fill(self, seed: int) -> None:
-        self.expected = np.random.default_rng(seed).integers(0, 256, self.nbytes, np.uint8)
+        self.expected = random_bytes(self.nbytes, seed)
         self.bytes[:] = self.expected
 
     def view(self) -> np.ndarray[Any, Any]:

@@ -39,6 +39,9 @@ class Halved:
         self._called("commit", [], {})
         return Transition(paused=("paused",))
 
+    def colocated_background(self, tags: list[str], coming: list[str], **options: Any) -> None:
+        self._called("background", [*tags, *coming], options)
+
     def colocated_abort(self) -> None:
         self._called("abort", [], {})
 

@@ -36,6 +36,11 @@ _FORK = "ignore:This process (pid=:DeprecationWarning"
 _counter = itertools.count()
 
 
+def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    words = np.random.default_rng(seed).integers(0, 1 << 64, -(-nbytes // 8), np.uint64)  # faster than bytes
+    return words.view(np.uint8)[:nbytes]
+
+
 class Block:
     """One segment of a host region, with its expected contents."""
 
@@ -50,7 +55,7 @@ class Block:
         self.fill(seed)
 
     def fill(self, seed: int) -> None:
-        self.expected = np.random.default_rng(seed).integers(0, 256, self.nbytes, np.uint8)
+        self.expected = random_bytes(self.nbytes, seed)
         self.tensor.numpy()[:] = self.expected
 
     def check(self) -> None:

@@ -165,7 +165,7 @@ def longest_kernels(engine: Engine, load: Load) -> dict[str, dict[str, float]]:
     with profile(activities=[activity], acc_events=True) as profiler:  # without it torch warns of cycles, here one
         for _ in range(steps):
             engine.step()
-        engine.drain(finish=False)
+        engine.drain()
     for each in list(engine.scheduler.waiting):
         engine.cancel(each)
     time_of = "self_cpu_time_total" if engine.device.type == "cpu" else "self_device_time_total"

@@ -16,8 +16,8 @@ from benchmarks.harness.machine import GIB
 from benchmarks.harness.models import HEAD, KV_HEADS, MODELS
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
-from examples.colocate.memory import OtherEngineMemory
 from examples.colocate.model import ModelConfig
+from examples.colocate.savers import OtherEngineMemory
 
 BLOCK = 16  # tokens in a KV block
 CHUNK = 4096  # tokens of a prefill step without graphs

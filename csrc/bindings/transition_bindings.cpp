@@ -26,14 +26,14 @@ void prepare(OwnedTransition& transition, const std::vector<std::string>& polici
   transition.prepare(std::move(pauses), restore);
 }
 
-// `arrived`: see Transition::run. It handles its exceptions.
+// `arrived`: see Transition::run. It keeps its exceptions, and returns whether the regions may become active.
 nb::dict run(OwnedTransition& transition, const nb::object& arrived) {
   Transition::Outcome outcome;
   std::function<void()> callback;
   if (!arrived.is_none())
     callback = [&arrived] {
       const HeldGil python;
-      call(arrived);
+      if (!nb::cast<bool>(call(arrived))) throw Error("the contents that arrived were refused");
     };
   {
     const Unlocked release;

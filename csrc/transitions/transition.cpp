@@ -233,6 +233,7 @@ Transition::Outcome Transition::run(const std::function<void()>& arrived) {
       transfer.run();
       if (transfer.failed()) std::rethrow_exception(transfer.failed());
     });
+    if (arrived) arrived();
   } catch (...) {
     failed = std::current_exception();
   }
@@ -253,7 +254,6 @@ Transition::Outcome Transition::run(const std::function<void()>& arrived) {
   }
   transfers_.clear();  // before the states change: chunks of failed resumes are unmapped here
   for (Device* device : devices) device->source().settle();
-  if (arrived && !failed) arrived();
   finish();
   if (refused) std::rethrow_exception(refused);
   if (failed) std::rethrow_exception(failed);

@@ -43,7 +43,8 @@ class Transition {
   // contents are restored. Waits for the device and for memory. Nothing has changed when it returns or throws.
   void prepare(std::vector<Pause> pauses, const std::vector<bool>& restore);
   // Commits and executes. If it returns, all regions are in their new states. `arrived` is called if all regions that
-  // resume have their contents, before they are active: nothing else uses them yet. It must not throw.
+  // resume have their contents, before they are active: nothing else uses them yet. If it throws, they are paused
+  // again, with their backups, and nothing may work on them.
   Outcome run(const std::function<void()>& arrived = {});
   // The stages so far. The waits are "queue", "readers", "launches", "device", "memory" and "backup". In "move" chunks
   // and contents move. Any thread may call this.

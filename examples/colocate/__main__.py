@@ -13,13 +13,13 @@ import torch
 
 import memsaver
 
-from .checks.actors import CheckError
-from .checks.proofs import verdict
+from .checks.checked_actors import CheckError
+from .checks.checked_loop import verdict
 from .checks.recovery import RecoverableLoop
-from .memory import variables
 from .model.folder import FolderError
 from .options import Options, parse
 from .rollout import HungError
+from .savers import variables
 from .trainer import CheckpointError, NonFiniteError
 
 FAILED, NOT_LEARNED = 1, 4  # exit statuses
@@ -59,13 +59,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def start_ray(options: Options) -> None:
-    """Join the cluster at `--address`, or start a local one with a CPU for each actor."""
+    """Join the cluster of RAY_ADDRESS, or start a local one with a CPU for each actor."""
     # Without this, Ray hides the GPUs from actors that request no share of a GPU.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    cpus = max(os.cpu_count() or 1, 2 * options.pairs)
-    local = {} if options.address else {"num_cpus": cpus, "include_dashboard": False}
-    set_for_actors = {"env_vars": variables(options.memory)}
-    ray.init(address=options.address or "local", logging_level=logging.ERROR, runtime_env=set_for_actors, **local)
+    cpus, joins = max(os.cpu_count() or 1, 2 * options.pairs), "RAY_ADDRESS" in os.environ
+    local = {} if joins else {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+    ray.init(logging_level=logging.ERROR, runtime_env={"env_vars": variables(options.memory)}, **local)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from .task import Problem, Task, TaskError, Tokenizer
+from .task import Problem, Task, Tokenizer
 
 _PROMPT = (
     "Write an arithmetic expression of the numbers {numbers} that equals {target}. Use each number at most once, "
@@ -36,11 +36,6 @@ def countdown(
     seed: int = 0,
 ) -> Task:
     """Targets up to 1000 of `count` numbers from 1 to `largest`. No held-out numbers and target are trained on."""
-    if not (2 <= count <= 6 and largest >= 10 and 0 < held_out < problems):
-        raise TaskError(
-            f"count is {count}, largest {largest}, problems {problems}, held_out {held_out}; expected 2 to 6 numbers "
-            f"up to 10 or more, and fewer problems held out than there are"
-        )
     draw, found = random.Random(seed), dict[tuple[int, ...], Problem]()
     while len(found) < problems:
         numbers = [draw.randint(1, largest) for _ in range(count)]
@@ -53,7 +48,7 @@ def countdown(
             fields = {"numbers": shown, "target": int(target), "solution": solution[1:-1]}
             found.setdefault((*sorted(numbers), int(target)), Problem(_PROMPT.format(**fields), fields))
     made = list(found.values())
-    return Task(made[held_out:], made[:held_out], tokenizer, reward, max_new_tokens, _demonstrate, seed)
+    return Task(made[held_out:], made[:held_out], tokenizer, reward, max_new_tokens, seed=seed)
 
 
 def reward(fields: Mapping[str, Any], completion: str) -> float:
@@ -81,7 +76,3 @@ def _evaluate(node: ast.AST) -> Fraction:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
         return Fraction(_OPERATIONS[type(node.op)](_evaluate(node.left), _evaluate(node.right)))
     raise ValueError(f"{ast.dump(node)} is no number and no operation")
-
-
-def _demonstrate(fields: Mapping[str, Any], _: random.Random) -> str:
-    return f"<answer>{fields['solution']}</answer>"

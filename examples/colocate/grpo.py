@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 _SMALLEST_DEVIATION = 1e-4  # keeps groups of equal rewards at zero
@@ -22,11 +23,7 @@ def group_advantages(rewards_PG: Tensor, zero: bool = False) -> Tensor:
 
     `zero` makes all of them zero: a control, in which nothing can be learned.
     """
-    if rewards_PG.dim() != 2 or rewards_PG.shape[1] < 2:
-        raise ValueError(f"rewards have shape {tuple(rewards_PG.shape)}; expected [prompts, 2 completions or more]")
-    rewards_PG = rewards_PG.float()
-    mean_P1 = rewards_PG.mean(1, keepdim=True)
-    deviation_P1 = rewards_PG.std(1, keepdim=True, unbiased=False)
+    deviation_P1, mean_P1 = torch.std_mean(rewards_PG.float(), 1, keepdim=True, unbiased=False)
     advantages_PG = (rewards_PG - mean_P1) / (deviation_P1 + _SMALLEST_DEVIATION)
     return advantages_PG * 0.0 if zero else advantages_PG
 
@@ -37,8 +34,6 @@ def importance_weights(policy_N: Tensor, sampler_N: Tensor, cap: float) -> Tenso
     Both are log-probabilities, in nats, that two programs compute from the same weights. The weights are constants of
     the loss. The cap bounds the variance that one token can cause; below 1 nothing is truncated.
     """
-    if not cap >= 1:
-        raise ValueError(f"cap is {cap}; expected a number of 1 or more")
     return (policy_N - sampler_N).detach().clamp(max=math.log(cap)).exp()
 
 
@@ -52,8 +47,6 @@ def policy_loss(
 
     A ratio beyond exp(20), to either side, counts as exp(20) or exp(-20) and has no gradient.
     """
-    if not 0 < clip < 1:
-        raise ValueError(f"clip is {clip}; expected a number between 0 and 1")
     # An infinite ratio times an advantage of zero, or times the zero gradient of a clipped token, is NaN.
     ratio_N = (logprobs_N - behaviour_N).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
     plain_N = ratio_N * advantages_N

@@ -21,11 +21,11 @@ from memsaver.ray import Group, Turn
 
 from .engine import Completion, Engine, SamplingParams
 from .engine.tensor_parallel import Parallel
-from .memory import engine_memory, packed, trainer_memory
 from .model import WeightPart
 from .options import Options
 from .recipes import Recipe
 from .rollout import Rollout, Rollouts, answers
+from .savers import engine_memory, packed, trainer_memory
 from .task import Task
 from .trainer import EngineWeights, Sample, StepMetrics, TokenStatistics, Trainer
 from .trainer.process_group import join
@@ -47,7 +47,7 @@ class EngineActor(Worker):
         """
         recipe, saver, size = self.recipe, self.options.memory, self.options.engine_ranks
         number, rank = divmod(self.rank, size)
-        mesh = join(self.device.type, rank, size, addresses[number * size], self.sharers) if size > 1 else None
+        mesh = join(self.device.type, rank, size, addresses[number * size]) if size > 1 else None
         blocks = recipe.kv_blocks or recipe.blocks_that_fit(self.own_bytes, size, saver == "resident")
         config = replace(recipe.engine, num_blocks=blocks, seed=1000 * self.options.seed + number)
         if self.options.engine == "vllm":
@@ -59,7 +59,7 @@ class EngineActor(Worker):
         return list(self.engine.tags)
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
-        self.engine.drain(finish=False)  # requests that run are computed again after the pause
+        self.engine.drain()  # requests that run are computed again after the pause
         self.release_cache()
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
@@ -92,7 +92,7 @@ class TrainerActor(Worker):
         if self.options.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first handle is made
             torch.use_deterministic_algorithms(True)
-        mesh = join(self.device.type, self.rank, self.options.ranks, addresses[0], self.sharers)
+        mesh = join(self.device.type, self.rank, self.options.ranks, addresses[0])
         config = replace(self.recipe.trainer, seed=self.options.seed)
         memory = trainer_memory(self.options.memory, self.device)
         self.trainer = Trainer(self.recipe.model, config, mesh, self.options.model, memory)
@@ -154,29 +154,24 @@ class Loop:
         self.turns: list[Turn] = []  # of the present step
         self.warm: list[float] = []  # rewards of the held-out problems after the warm-up
         self.in_regions = options.memory == "memsaver"
-        self.sharers = options.ranks_per_gpu if options.device == "cuda" else options.pairs
         self.place()
         self.actors = {role: self.make(role) for role in self.kinds}
 
     def place(self) -> None:
         """Reserve a GPU, or a part of this machine, for the actors of each rank."""
-        each, on_gpu = self.options.ranks_per_gpu, self.options.device == "cuda"
-        bundle = {"CPU": 2.0 * each, **({"GPU": 1.0} if on_gpu else {})}
-        self._placement = ray.util.placement_group([bundle] * (self.options.pairs // each))
+        gpus = 1.0 if self.options.device == "cuda" else 0.0
+        self._placement = ray.util.placement_group([{"CPU": 2.0, "GPU": gpus}] * self.options.pairs)
         ray.get(self._placement.ready(), timeout=self.options.answer_within)
-        gpus = 10_000 // (2 * each) / 10_000 if on_gpu else 0.0  # Ray's shares have four digits
-        self._shares = {"num_cpus": 1, "num_gpus": gpus}
+        self._shares = {"num_cpus": 1, "num_gpus": gpus / 2}
 
     def make(self, role: str) -> list[Any]:
         """New actors of a role, by rank."""
-        kind, each, count = ray.remote(self.kinds[role]), self.options.ranks_per_gpu, self.options.count(role)
-        places = [PlacementGroupSchedulingStrategy(self._placement, rank // each) for rank in range(count)]
-        return [
-            kind.options(**self._shares, scheduling_strategy=place).remote(
-                self.recipe, self.options, rank, self.sharers
-            )
-            for rank, place in enumerate(places)
-        ]
+        kind, made = ray.remote(self.kinds[role]), []
+        for rank in range(self.options.count(role)):
+            place = PlacementGroupSchedulingStrategy(self._placement, rank)
+            actor = kind.options(**self._shares, scheduling_strategy=place)
+            made.append(actor.remote(self.recipe, self.options, rank))
+        return made
 
     def call(self, role: str, method: str, *arguments: Any, **named: Any) -> list[Any]:
         """The answers of all actors of a role, by rank. Raises HungError after `--answer-within` seconds."""

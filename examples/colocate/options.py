@@ -6,54 +6,23 @@ import argparse
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from .arithmetic import arithmetic
 from .countdown import countdown
-from .memory import OTHERS, SaverError, import_saver
 from .prompts import TextTokenizer, prompts
 from .recipes import GIB, MIB, RECIPES, Recipe, of_folder
+from .savers import OTHERS, SaverError, import_saver
 from .task import Task
 
 _DESCRIPTION = "The RL loop: an engine and a trainer, two Ray actors on one device, take turns through memsaver."
 
 
-class Kill(NamedTuple):
-    """The death of an actor of this role in this step, counted from 1."""
-
-    role: str
-    step: int
-
-
-@dataclass(frozen=True)
-class Options:
-    """The choices of a run beside its recipe."""
-
-    device: str
-    memory: str = "memsaver"
-    ranks: int = 1  # of the trainer
-    engines: int = 1
-    engine_ranks: int = 1  # of each engine, which shares its model by tensor parallel
-    ranks_per_gpu: int = 1
-    seed: int = 0
-    zero_advantages: bool = False
-    deterministic: bool = False
-    answer_within: float = 600.0
-    engine: str = "own"
-    model: Path | None = None
-    address: str | None = None
-    checkpoint_dir: Path | None = None
-    checkpoint_every: int = 5
-    resume: bool = False
-    stop_after: int | None = None
-    kill: tuple[Kill, ...] = ()
-    log: Path | None = None
-    # Processes that name the same size share a device of the host driver: each run has its own.
-    host_device: int = 0
+class Options(argparse.Namespace):
+    """All arguments, which `parse` explains, and `host_device`: bytes of the run's own device of the host driver."""
 
     def count(self, role: str) -> int:
         """Actors of a role."""
@@ -64,6 +33,11 @@ class Options:
         """Places for an actor of each role."""
         return max(map(self.count, ("engine", "trainer")))
 
+    @property
+    def sharers(self) -> int:
+        """Pairs on one device: each has a GPU, and all share the host device."""
+        return 1 if self.device == "cuda" else self.pairs
+
 
 def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     """Wrong arguments end the program, before it starts its work."""
@@ -72,15 +46,14 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cuda" if on_gpu else "cpu")
     add("--recipe", choices=tuple(RECIPES), help="sizes and settings; by default the device's")
-    add("--model", type=_folder, metavar="DIR", help="a Hugging Face folder: Qwen2.5, Qwen3 or Llama")
+    add("--model", type=_path, metavar="DIR", help="a Hugging Face folder: Qwen2.5, Qwen3 or Llama")
     add("--engine", choices=("own", "vllm"), default="own", help="vllm needs --model and a GPU")
     add("--task", metavar="FILE", help="JSON lines with prompts; by default arithmetic, or countdown with --model")
-    add("--reward", type=Path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
-    add("--memory", choices=("memsaver", *OTHERS), default="memsaver", help="the memory of both; see memory.py")
+    add("--reward", type=_path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
+    add("--memory", choices=("memsaver", *OTHERS), default="memsaver", help="the memory of both; see savers.py")
     add("--ranks", type=_number(int, 1), default=1, help="of the trainer, one for each GPU")
     add("--engines", type=_number(int, 1), help="by default as many as there are ranks for")
     add("--engine-ranks", type=_number(int, 1), default=1, help="of each engine, by tensor parallel")
-    add("--ranks-per-gpu", type=_number(int, 1), default=1, help="pairs that share a GPU")
     add("--engine-dtype", choices=("float32", "bfloat16"), help="by default the recipe's")
     for name, kind in (("steps", int), ("warm_up_steps", int), ("prompts", int), ("held_out", int), ("rate", float)):
         add(f"--{name.replace('_', '-')}", type=_number(kind, 0), help="by default the recipe's")
@@ -90,19 +63,16 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--zero-advantages", action="store_true", help="control: no weight changes")
     add("--deterministic", action="store_true", help="the trainers use torch's deterministic algorithms")
     add("--answer-within", type=_number(float, 0.1), default=600.0, metavar="S", help="an actor that does not, hangs")
-    add("--checkpoint-dir", type=_new_folder, metavar="DIR", help="folder for checkpoints, shared by all nodes")
+    add("--checkpoint-dir", type=_path, metavar="DIR", help="folder for checkpoints, shared by all nodes")
     add("--checkpoint-every", type=_number(int, 1), default=5, help="steps between two checkpoints")
     add("--resume", action="store_true", help="continue the run from its newest checkpoint")
     add("--stop-after", type=_number(int, 1), metavar="STEP", help="end after this step, with a checkpoint")
     add("--kill", type=_kills, default=(), metavar="ROLE:STEP,...", help="drill: kill an actor in a step")
-    add("--address", help="of a Ray cluster to join; by default a local one is started")
-    add("--log", type=_file, metavar="FILE", help="one JSON line per step, written at once")
-    found = parser.parse_args(arguments)
-    if found.device == "cuda" and not on_gpu and found.address is None:
-        parser.error("--device is 'cuda' and this machine has no CUDA device; expected 'cpu', or --address")
+    add("--log", type=_path, metavar="FILE", help="one JSON line per step, written at once")
+    found = parser.parse_args(arguments, namespace=Options())
+    if found.device == "cuda" and not on_gpu and "RAY_ADDRESS" not in os.environ:
+        parser.error("--device is 'cuda' and this machine has no CUDA device; expected 'cpu', or RAY_ADDRESS")
     found.engines = found.engines or max(1, found.ranks // found.engine_ranks)
-    if found.ranks % found.ranks_per_gpu:
-        parser.error(f"--ranks-per-gpu is {found.ranks_per_gpu}; expected a divisor of --ranks, {found.ranks}")
     if found.device == "cuda" and found.engines * found.engine_ranks > found.ranks:
         parser.error(f"--ranks is {found.ranks}; expected as many as ranks of engines: a trainer writes on its own GPU")
     if bool(found.task) != bool(found.reward) or (found.task and not found.model):
@@ -119,16 +89,19 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
             import_saver(found.device)
         recipe = _recipe(found)
         task = _task(found, recipe)
-    except (ValueError, SaverError) as error:
+        late = [f"{role}:{step}" for role, step in found.kill if step > recipe.steps]
+        if late:
+            parser.error(f"--kill: {late[0]}; expected a step of the run, 1 to {recipe.steps}")
+        if found.log:
+            found.log.open("a").close()
+        if found.checkpoint_dir:
+            found.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError, SaverError) as error:
         parser.error(str(error))
-    late = [kill for kill in found.kill if kill.step > recipe.steps]
-    if late:
-        parser.error(f"--kill: {late[0].role}:{late[0].step}; expected a step of the run, 1 to {recipe.steps}")
-    chosen = {each.name: getattr(found, each.name) for each in fields(Options) if hasattr(found, each.name)}
-    options = Options(**chosen)
-    # Other than those of earlier runs, whose broker may live for a moment yet: its pool may have another capacity.
-    size = 2 * options.pairs * recipe.host_bytes + 4 * options.pairs * GIB + os.getpid() % 1000 * 2 * MIB
-    return replace(options, host_device=size), recipe, task
+    # Processes that name the same size share a device of the host driver: each run has its own. Also other than those
+    # of earlier runs, whose broker may live for a moment yet: its pool may have another capacity.
+    found.host_device = found.pairs * (2 * recipe.host_bytes + 4 * GIB) + os.getpid() % 1000 * 2 * MIB
+    return found, recipe, task
 
 
 def _recipe(found: argparse.Namespace) -> Recipe:
@@ -164,35 +137,15 @@ def _number(kind: Callable[[str], float], least: float) -> Callable[[str], float
     return read
 
 
-def _kills(text: str) -> tuple[Kill, ...]:
+def _kills(text: str) -> tuple[tuple[str, int], ...]:
     found = []
     for part in text.split(","):
         role, _, step = part.partition(":")
         if role not in ("engine", "trainer") or not step.isdecimal() or int(step) < 1:
             raise argparse.ArgumentTypeError(f"{part!r}; expected engine:STEP or trainer:STEP, from step 1 on")
-        found.append(Kill(role, int(step)))
+        found.append((role, int(step)))
     return tuple(found)
 
 
-def _folder(text: str) -> Path:
-    path = Path(text).absolute()
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a folder")
-    return path
-
-
-def _new_folder(text: str) -> Path:
-    """A folder that can be written to, or made."""
-    path = Path(text).absolute()
-    there = path if path.exists() else path.parent
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a folder that can be written to, or made")
-    return path
-
-
-def _file(text: str) -> Path:
-    """A file that can be written. The check comes before the run, not after it."""
-    path = Path(text).absolute()
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected a file that can be written, in a folder that exists")
-    return path
+def _path(text: str) -> Path:
+    return Path(text).absolute()  # actors have other working directories

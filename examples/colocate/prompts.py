@@ -15,12 +15,7 @@ Reward = Callable[[Mapping[str, Any], str], float]
 
 
 def prompts(
-    path: Path,
-    reward_path: Path,
-    tokenizer: Tokenizer,
-    held_out: int = 64,
-    max_new_tokens: int = 512,
-    seed: int = 0,
+    path: Path, reward_path: Path, tokenizer: Tokenizer, held_out: int = 64, max_new_tokens: int = 512, seed: int = 0
 ) -> Task:
     """Each line is an object with a text `prompt`. The function `reward(fields, completion)` gets all of its fields."""
     try:
@@ -76,11 +71,8 @@ class TextTokenizer:
             raise TaskError(f"{folder}: the tokenizer has no end-of-text token; expected one, to end completions")
         self.stop_tokens: tuple[int, ...] = (self._tokenizer.eos_token_id,)
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text)
-
-    def encode_completion(self, text: str) -> list[int]:
-        return [*self._tokenizer.encode(text, add_special_tokens=False), *self.stop_tokens]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -47,9 +47,7 @@ class Recipe:
     minibatches: int = 2  # steps of the optimizer for each rollout
     rate: float = 1.5e-3
     # Memory
-    host_bytes: int = (
-        10 * MIB
-    )  # of the host device, for a pair: less than both roles need. On CUDA the GPU's own counts
+    host_bytes: int = 10 * MIB  # of the host device, for a pair: less than both roles need
     outside_bytes: int = 6 * GIB  # of a GPU, for a pair: contexts, and torch's default pool of the engine
     memory_timeout: float = 60.0  # seconds to wait for memory that another actor releases
     probes: int = 8  # requests that are running in a pause of each step
@@ -64,9 +62,9 @@ class Recipe:
         ramp, decay = min(5, self.steps), 0.6 * self.steps
         return self.rate * min(1.0, (step + 1) / ramp, (self.steps - step) / decay + 0.1)
 
-    def capacity(self, device_bytes: int, sharers: int = 1) -> int:
-        """The bytes of a GPU that the regions of `sharers` pairs may take, in whole chunks of the smallest size."""
-        available = max(device_bytes - sharers * self.outside_bytes, device_bytes // 2)
+    def capacity(self, device_bytes: int) -> int:
+        """The bytes of a GPU that the regions of a pair may take, in whole chunks of the smallest size."""
+        available = max(device_bytes - self.outside_bytes, device_bytes // 2)
         return available - available % (2 * MIB)
 
     def blocks_that_fit(self, nbytes: int, ranks: int = 1, beside_trainer: bool = False) -> int:

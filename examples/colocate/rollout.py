@@ -38,13 +38,17 @@ class Rollout:
 
     samples: list[Sample]
     rewards: Tensor  # of the completions: fp32 [prompts, group]
-    length: float  # mean, in tokens
     truncated: float  # share of the completions that reached the longest length
 
     @property
     def reward(self) -> float:
         """The mean."""
         return float(self.rewards.mean())
+
+    @property
+    def length(self) -> float:
+        """The mean, in tokens."""
+        return self.num_tokens / len(self.samples)
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +70,7 @@ class Rollouts:
         return SamplingParams(temperature, self.task.max_new_tokens, stop_tokens=self.task.tokenizer.stop_tokens)
 
     def prompts(self, problems: Sequence[Problem]) -> list[list[int]]:
-        return [self.task.tokenizer.encode_prompt(problem.prompt) for problem in problems]
+        return [self.task.tokenizer.encode(problem.prompt) for problem in problems]
 
     def complete(self, problems: Sequence[Problem], group: int = 1, greedy: bool = False) -> list[Completion]:
         """`group` completions of each problem, side by side, in the order of the problems.
@@ -74,17 +78,15 @@ class Rollouts:
         An engine gets whole groups, and so computes a prompt once. All ranks of an engine get the same call.
         """
         count, sampling = len(self.engines) // self.ranks, self.sampling(greedy)
-        prompts = [[prompt] * group for prompt in self.prompts(problems)]
+        prompts = [prompt for prompt in self.prompts(problems) for _ in range(group)]
+        dealt = [[at for at in range(len(prompts)) if at // group % count == number] for number in range(count)]
         calls = [
-            actor.generate.remote(sum(prompts[index // self.ranks :: count], []), sampling)
+            actor.generate.remote([prompts[at] for at in dealt[index // self.ranks]], sampling)
             for index, actor in enumerate(self.engines)
         ]
-        dealt = answers(calls, "engine.generate", self.answer_within)[:: self.ranks]
-        return [
-            dealt[index % count][index // count * group + each]
-            for index in range(len(prompts))
-            for each in range(group)
-        ]
+        found = answers(calls, "engine.generate", self.answer_within)[:: self.ranks]
+        placed = {at: each for places, part in zip(dealt, found) for at, each in zip(places, part)}
+        return [placed[at] for at in range(len(prompts))]
 
     def rewards(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
         """Of as many completions of each problem. One that was cut off has no reward."""
@@ -106,12 +108,6 @@ class Rollouts:
         completions = self.complete(problems, group)
         rewards = torch.tensor(self.rewards(problems, completions)).view(prompts, group)
         advantages = group_advantages(rewards, zero_advantages).flatten().tolist()
-        samples = [
-            Sample(each.prompt, each.tokens, each.logprobs, advantage)
-            for each, advantage in zip(completions, advantages)
-        ]
-        tokens, cut = (
-            sum(len(each.tokens) for each in completions),
-            [each.finish_reason == "length" for each in completions],
-        )
-        return Rollout(samples, rewards, tokens / len(samples), sum(cut) / len(samples))
+        samples = [Sample(each.prompt, each.tokens, each.logprobs, own) for each, own in zip(completions, advantages)]
+        truncated = sum(each.finish_reason == "length" for each in completions) / len(completions)
+        return Rollout(samples, rewards, truncated)

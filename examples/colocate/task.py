@@ -27,8 +27,7 @@ class Tokenizer(Protocol):
 
     stop_tokens: tuple[int, ...]
 
-    def encode_prompt(self, text: str) -> list[int]: ...
-    def encode_completion(self, text: str) -> list[int]: ...
+    def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
@@ -39,15 +38,8 @@ class CharacterTokenizer:
         self.vocabulary = vocabulary
         self.stop_tokens: tuple[int, ...] = (len(vocabulary) - 1,)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Raises ValueError for a character outside the vocabulary."""
-        unknown = sorted(set(text) - set(self.vocabulary))
-        if unknown:
-            raise ValueError(f"text has {unknown[0]!r}; expected characters of {self.vocabulary!r}")
+    def encode(self, text: str) -> list[int]:
         return [self.vocabulary.index(character) for character in text]
-
-    def encode_completion(self, text: str) -> list[int]:
-        return [*self.encode_prompt(text), *self.stop_tokens]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """A model with a larger vocabulary can sample other tokens: each is a question mark."""
@@ -87,11 +79,9 @@ class Task:
         """Completions to imitate, of problems to train on, which are drawn with repetition."""
         if self.demonstrate is None:
             raise TaskError("the task has no demonstrations; expected a run without a warm-up")
+        encode, stop = self.tokenizer.encode, self.tokenizer.stop_tokens
         return [
-            Sample(
-                self.tokenizer.encode_prompt(problem.prompt),
-                self.tokenizer.encode_completion(self.demonstrate(problem.fields, self._random)),
-            )
+            Sample(encode(problem.prompt), [*encode(self.demonstrate(problem.fields, self._random)), *stop])
             for problem in self._random.choices(self.train, k=count)
         ]
 

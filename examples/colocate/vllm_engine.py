@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from dataclasses import dataclass, field
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -14,29 +13,11 @@ import torch.multiprocessing  # registers the reducers of tensors
 
 from .engine import Completion, EngineConfig, SamplingParams
 from .engine.scheduler import Counts
+from .engine.sequence import Sequence
 from .model import ModelConfig, WeightPart, bit_sum, parameter_shapes, weight_layout
 
 _BLOCK = 16  # tokens of a KV block
 _METRICS = {"vllm:prefix_cache_hits": "prefix_hit_tokens", "vllm:num_preemptions": "preemptions"}
-
-
-@dataclass
-class Request:
-    """A request in vLLM, as far as its outputs have come."""
-
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: Any = None
-
-    def take(self, output: Any) -> None:
-        """All tokens so far. vLLM's outputs are cumulative."""
-        found = output.outputs[0]
-        self.tokens, self.finish_reason = list(found.token_ids), found.finish_reason
-        self.logprobs = [each[token].logprob for token, each in zip(self.tokens, found.logprobs)]
-
-    def completion(self) -> Completion:
-        return Completion(self.prompt, self.tokens, self.logprobs, self.finish_reason)
 
 
 class VllmEngine:
@@ -73,7 +54,7 @@ class VllmEngine:
             disable_log_stats=False,
             seed=config.seed % (1 << 32),
         )
-        self._number, self._running, self._put_back, self._was_drained = 0, dict[str, Request](), 0, False
+        self._number, self._running, self._put_back, self._was_drained = 0, dict[str, Sequence](), 0, False
         self.weight_layout: dict[str, WeightPart] = weight_layout(model)
         (self._model,) = self._llm.apply_model(lambda model: model)
         self._constants = {name: each.clone() for name, each in self._model.named_buffers()}
@@ -87,32 +68,30 @@ class VllmEngine:
         """Complete prompts of token ids, in their order."""
         self._wake()
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
-        found = [Request(prompt) for prompt in prompts]
+        found = [self._request(prompt, sampling) for prompt in prompts]
         for request, output in zip(found, self._llm.generate(given, self._sampling(sampling), use_tqdm=False)):
-            request.take(output)
+            _take(request, output)
         return [request.completion() for request in found]
 
-    def submit(self, prompt: list[int], sampling: SamplingParams) -> Request:
+    def submit(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
         """Queue one request; `step` works on it until its `finish_reason` is set."""
         self._number += 1
         self._llm.llm_engine.add_request(f"own-{self._number}", {"prompt_token_ids": prompt}, self._sampling(sampling))
-        return self._running.setdefault(f"own-{self._number}", Request(prompt))
+        return self._running.setdefault(f"own-{self._number}", self._request(prompt, sampling))
 
     def step(self) -> None:
         self._wake()
         for output in self._llm.llm_engine.step():
             request = self._running[output.request_id]
-            request.take(output)
+            _take(request, output)
             if request.finish_reason is not None:
                 del self._running[output.request_id]
 
     def settle(self) -> None:
         """vLLM ends a step in flight by itself."""
 
-    def drain(self, finish: bool = True) -> None:
-        """Drop the prefix cache. With `finish` False running requests are put back, and computed anew later."""
-        while finish and self._running:
-            self.step()
+    def drain(self) -> None:
+        """Before a pause: drop the prefix cache, and put running requests back, to be computed anew later."""
         self._put_back += len(self._running)
         self._llm.reset_prefix_cache(reset_running_requests=True)
         self._was_drained = True
@@ -154,6 +133,9 @@ class VllmEngine:
             self._llm.collective_rpc(lambda worker: worker.model_runner.post_kv_cache_wake_up())
         self._was_drained = False
 
+    def _request(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
+        return Sequence(prompt, sampling, len(prompt) + sampling.max_new_tokens)
+
     def _sampling(self, sampling: SamplingParams) -> Any:
         return self._vllm.SamplingParams(
             temperature=sampling.temperature,
@@ -163,3 +145,10 @@ class VllmEngine:
             logprobs=0,  # of the sampled token alone
             detokenize=False,
         )
+
+
+def _take(request: Sequence, output: Any) -> None:
+    """All tokens so far. vLLM's outputs are cumulative."""
+    found = output.outputs[0]
+    request.tokens, request.finish_reason = [*request.prompt, *found.token_ids], found.finish_reason
+    request.logprobs = [each[token].logprob for token, each in zip(found.token_ids, found.logprobs)]

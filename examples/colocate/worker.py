@@ -17,24 +17,23 @@ from .recipes import Recipe
 class Worker(Colocated):
     """Base of both actors: a rank's device, and the pool that all processes there take memory from."""
 
-    def __init__(self, recipe: Recipe, options: Options, rank: int, sharers: int) -> None:
-        """`sharers`: pairs of an engine and a trainer on this device."""
-        self.recipe, self.options, self.rank, self.sharers = recipe, options, rank, sharers
+    def __init__(self, recipe: Recipe, options: Options, rank: int) -> None:
+        self.recipe, self.options, self.rank, self.sharers = recipe, options, rank, options.sharers
         if options.device == "cuda":
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
-            self.capacity = recipe.capacity(torch.cuda.get_device_properties(0).total_memory, sharers)
+            self.capacity = recipe.capacity(torch.cuda.get_device_properties(0).total_memory)
         else:
             self.device = torch.device("cpu")
             torch.set_num_threads(1)
             memsaver.configure(host_device=options.host_device)
-            self.capacity = sharers * recipe.host_bytes
+            self.capacity = self.sharers * recipe.host_bytes
         self.in_regions = options.memory == "memsaver"
         if self.in_regions:
             # A pause in one process and a resume in another run at the same time, through the pool's chunks. Sent
             # tensors keep their memory: the trainer gets the engine's own weights.
             memsaver.configure(pool="shared", pool_capacity=self.capacity, patches="multiprocessing")
-        self.own_bytes = self.capacity // sharers
+        self.own_bytes = self.capacity // self.sharers
 
     def release_cache(self) -> None:
         """Wait for the device, and return the free memory of torch's default pool."""

@@ -17,7 +17,8 @@ from memsaver.errors import VerifyError
 from memsaver.regions import Ranges, Region, outside
 
 _ROW = 8192  # bytes with one checksum
-_STEP = 1 << 30  # bytes at once: their sums take a thousandth of it on the device
+_MOST_NAMED = 20  # allocations in an error
+_STEP = 1 << 30  # bytes at once: the sums take a thousandth of it on the device
 # Of paused regions: address, bytes and sums of each range. Changed by single operations, in any thread.
 _kept: WeakKeyDictionary[Region, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
 
@@ -40,22 +41,30 @@ def check(region: Region) -> None:
     Raises VerifyError if contents differ.
     """
     segments = region._core.segments()
+    found: list[tuple[int, int, int]] = []  # address and bytes of a part, and the offset of its first difference
     for address, nbytes, before in _kept.pop(region, []):
         at = bisect.bisect(segments, address, key=operator.itemgetter(0)) - 1
         if at < 0 or address >= sum(segments[at]):
             continue  # it was freed while the region was paused
         differing = torch.nonzero(_sums(region.device, address, nbytes) != before)
         if differing.numel():
-            begin, size = segments[at]
-            offset = address + int(differing[0]) * _ROW - begin
-            raise VerifyError(
-                f"the contents of region {region.tag!r} on {region.device} changed between its pause and its resume: "
-                f"the first difference is in the segment at {begin:#x} of {size} bytes, within {_ROW} bytes from "
-                f"offset {offset}; load the contents of the region again",
-                tag=region.tag,
-                segment=begin,
-                offset=offset,
-            )
+            found.append((address, nbytes, int(differing[0]) * _ROW))
+    if not found:
+        return
+    address, _, offset = found[0]
+    begin, size = segments[bisect.bisect(segments, address, key=operator.itemgetter(0)) - 1]
+    names = ", ".join(f"{address:#x} of {nbytes} bytes" for address, nbytes, _ in found[:_MOST_NAMED])
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    raise VerifyError(
+        f"the contents of region {region.tag!r} on {region.device} changed between its pause and its resume: "
+        f"the first difference is in the segment at {begin:#x} of {size} bytes, within {_ROW} bytes from "
+        f"offset {address + offset - begin}; they changed in the allocations at {names}{more}; load the contents of "
+        "the region again",
+        tag=region.tag,
+        segment=begin,
+        offset=address + offset - begin,
+        parts=[(address, nbytes) for address, nbytes, _ in found],
+    )
 
 
 @torch.no_grad()
@@ -66,7 +75,7 @@ def _sums(device: str, address: int, nbytes: int) -> Tensor:
             torch.cuda.synchronize(device)
         sums = []
         for first in range(0, nbytes, _STEP):
-            some = _bytes(device, address + first, min(_STEP, nbytes - first))
+            some = bytes_at(device, address + first, min(_STEP, nbytes - first))
             whole = some.numel() // _ROW * _ROW
             sums.append(some[:whole].view(torch.int64).view(-1, _ROW // 8).sum(1).cpu())
             if whole < some.numel():
@@ -74,7 +83,7 @@ def _sums(device: str, address: int, nbytes: int) -> Tensor:
         return torch.cat(sums)
 
 
-def _bytes(device: str, address: int, nbytes: int) -> Tensor:
+def bytes_at(device: str, address: int, nbytes: int) -> Tensor:
     """The memory itself as uint8 [bytes]."""
     if device == "cpu":
         return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)

@@ -17,6 +17,7 @@ import torch
 
 from memsaver import _core, regions
 from memsaver._adapter import adapter, note
+from memsaver._torch.stale import check_first_use
 from memsaver.errors import ConfigError, Error, RegionPausedError
 from memsaver.regions import Region, Selection
 
@@ -93,6 +94,9 @@ class CUDAGraph(torch.cuda.CUDAGraph):
         Raises:
             RegionPausedError: A region that the graph needs is not active.
         """
+        for region in self._needs:
+            region._arrive()
+        check_first_use(self._needs)
         cores = [region._core for region in self._needs]
         # From here until the launch is queued no pause can begin; a later one waits for the device.
         paused = _core.acquire(cores)

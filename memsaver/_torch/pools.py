@@ -123,8 +123,14 @@ class RegionPools:
 
     def free_blocks(self) -> list[tuple[int, int]]:
         """(address, bytes) of the free blocks of these pools, by address. Graphs use all of the graph pool."""
-        ids = [*(pool.id for pool in (*self._idle, *self._lent)), *self._retired_ids, *self._adopted_ids]
-        return sorted(block for pool_id in ids for block in free_blocks(pool_id))
+        return sorted(block for pool_id in self._ids() for block in free_blocks(pool_id))
+
+    def used_blocks(self) -> list[tuple[int, int]]:
+        """(address, requested bytes) of the blocks in use, those of the graph pool apart."""
+        return sorted(block for pool_id in self._ids() for block in used_blocks(pool_id))
+
+    def _ids(self) -> list[tuple[int, int]]:
+        return [*(pool.id for pool in (*self._idle, *self._lent)), *self._retired_ids, *self._adopted_ids]
 
     def unused_blocks(self) -> list[tuple[int, int]]:
         """As free_blocks(), and the free blocks of graph pools without graphs: these are freed with the pools."""
@@ -198,6 +204,14 @@ def has_many_blocks(device: torch.device) -> bool:
 def _has_graphs(pool: torch.cuda.MemPool) -> bool:
     """Whether a graph that was captured into the pool is alive. It holds a reference to the pool."""
     return pool.use_count() > 1
+
+
+def used_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """(address, requested bytes) of the blocks of a pool that are in use."""
+    for segment in snapshot(pool_id):
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated":
+                yield block["address"], block.get("requested_size") or block["size"]
 
 
 def free_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from memsaver import _core
+from memsaver._torch import stale
 from memsaver._torch.default_pool import default_pools
 from memsaver._torch.graphs import end_capture, observe_captures
 from memsaver._torch.host_mode import HostMode, extent
@@ -248,7 +249,9 @@ class Router:
         if not count:
             return torch.empty(tuple(shape), dtype=dtype, device=region.device)
         nbytes = min(count * dtype.itemsize, sys.maxsize)  # no device has more
-        return torch.from_dlpack(region._core.allocate_array(nbytes)).view(dtype).view(tuple(shape))
+        made = torch.from_dlpack(region._core.allocate_array(nbytes))
+        stale.allocated(region, made.data_ptr())
+        return made.view(dtype).view(tuple(shape))
 
     def cpu_backup(self, tensor: torch.Tensor, clone: bool) -> torch.Tensor:
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__tensor_flatten__"):
@@ -293,6 +296,12 @@ class Router:
         if not free:
             return None
         return _subtract(region._core.live(), free)
+
+    def blocks(self, region: Region) -> Ranges | None:
+        """The allocations of torch in the region, those of graphs apart. None: it has no pool of torch."""
+        with self._lock:
+            pools = self._pools.get(region)
+            return None if pools is None else pools.used_blocks()
 
     def check_pausable(self, regions: Sequence[Region], thread: int | None, purpose: str = "paused") -> None:
         """Raises Error if another thread than this is inside a region: torch could allocate there during the pause.

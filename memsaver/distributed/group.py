@@ -35,7 +35,7 @@ class Group:
     The index of a rank in its role follows the order of the processes, and in a process the order of its members.
 
     Args:
-        phases: The tags that are resident in each phase: name -> role -> tags. The same in all processes.
+        phases: The tags that are resident in each phase: as for ``memsaver.ray.Group``. The same in all processes.
         backup: As for ``memsaver.ray.Group``. The same in all processes.
         lazy: As for ``memsaver.ray.Group``. The same in all processes.
         restore: As for ``memsaver.ray.Group``. The same in all processes.

@@ -22,7 +22,8 @@ class Group:
     discarded contents without ``restore=False``.
 
     Args:
-        phases: The tags that are resident in each phase: name -> role -> tags.
+        phases: The tags that are resident in each phase: name -> role -> tags. In the place of the tags,
+            ``{"resident": tags, "late": tags, "lingering": tags}``: see ``memsaver.define_phase()``.
         backup: Policies with which tags pause in the turn into a phase, if they are not the regions' own: name of the
             phase -> role -> tag -> policy. A policy in the place of the tags, or of the roles, is for all of them.
         lazy: True for tags that pause lazily, as by ``memsaver.pause(lazy=True)``, in the same forms.

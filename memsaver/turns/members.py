@@ -9,15 +9,21 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import memsaver
 from memsaver import _core, _guests, regions
-from memsaver.errors import Error
-from memsaver.policies import READERS_S, Backup, Bounds, Lazy, Restore
+from memsaver._moves import has_contents
+from memsaver.errors import Error, WaitTimeoutError
+from memsaver.policies import READERS_S, Backup, Bounds, Derived, Lazy, Restore
 from memsaver.regions import Selection as Tags
 from memsaver.transitions import Prepared, Transition, in_thread, prepare_pause
+from memsaver.turns import late
 
 _T = TypeVar("_T")
 
@@ -30,16 +36,19 @@ class Ready:
         moves: Whether a region that is to pause is resident.
         pooled: Whether the memory of all regions in the turn comes from shared pools, and no guest moves in it.
         discarded: Of the tags that are to resume, those whose contents an earlier pause discarded.
+        derived: Of the tags to rebuild in a resume, each source: the tag, the tag of the source, and ``"active"``, or
+            ``"kept"`` if a resume brings its contents, or ``"lost"``.
 
     Examples:
         >>> kv = memsaver.region("kv_cache", device="cpu")
         >>> memsaver.ray.Colocated().colocated_prepare(["kv_cache"])
-        Ready(moves=True, pooled=False, discarded=())
+        Ready(moves=True, pooled=False, discarded=(), derived=())
     """
 
     moves: bool
     pooled: bool
     discarded: tuple[str, ...] = ()
+    derived: tuple[tuple[str, str, str], ...] = ()
 
 
 def _check_pause(cls: type) -> None:
@@ -158,15 +167,60 @@ class Colocated:
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         halves = _halves(self)
         turn = halves.begin()
+        halves.wait(timeout)
         ready, names = _ready(tags, coming), _existing(tags)
         _drain(self, names)
-        missing = set(tags) - set(names)  # they have no regions yet
-        if isinstance(backup, Mapping):
-            backup = {tag: policy for tag, policy in backup.items() if tag not in missing} or None
-        if isinstance(lazy, Mapping):
-            lazy = {tag: value for tag, value in lazy.items() if tag not in missing}
+        backup, lazy = _of_existing(names, backup) or None, _of_existing(names, lazy)
         halves.prepare(turn, names, backup, lazy, bounds.left(since))
+        late.forget(regions.find(names))
         return ready
+
+    def colocated_background(
+        self,
+        tags: Sequence[str],
+        coming: Sequence[str],
+        *,
+        phase: str,
+        backup: Backup = None,
+        lazy: Lazy = False,
+        restore: Restore = True,
+        timeout: float | None = None,
+        memory_timeout: float | None = None,
+        reader_timeout: float = READERS_S,
+    ) -> None:
+        """Begins to pause lingering tags and to resume late ones in the background: see ``memsaver.define_phase()``.
+
+        The tags to pause are drained. The next ``colocated_prepare()`` waits for both, up to its bound.
+
+        Args:
+            tags: The tags to pause. Tags without regions are left out.
+            coming: The tags to resume, by ``resume()``.
+            phase: The phase that an error names.
+            backup: As for ``pause()``.
+            lazy: As for ``pause()``.
+            restore: As for ``resume()``.
+            timeout: As for ``pause()`` and ``resume()``.
+            memory_timeout: As for ``resume()``.
+            reader_timeout: As for ``pause()``.
+        """
+        names, found = _existing(tags), [*regions.find(coming)]
+        bounds = Bounds(timeout, memory_timeout, reader_timeout)
+
+        def leave() -> None:
+            _drain(self, names)
+            chosen = {"backup": _of_existing(names, backup) or None, "lazy": _of_existing(names, lazy)}
+            memsaver.pause(names, **chosen, **_pause_options(bounds))  # type: ignore[arg-type]
+
+        def come() -> None:
+            # Without an override no loop of an async actor is needed.
+            plain = type(self).resume in (Colocated.resume, AsyncColocated.resume)
+            resume = partial(Colocated.resume, self) if plain else self.resume
+            _awaited(self, resume(coming, restore=restore, timeout=timeout, memory_timeout=memory_timeout))
+
+        if names:
+            late.expect(phase, _halves(self).background(leave), [])
+        if coming:
+            late.expect(phase, _halves(self).background(come), found)
 
     def colocated_commit(self) -> Transition:
         """Commits the prepared pause. Raises memsaver.Error if nothing is prepared, as after a restart of the actor.
@@ -182,9 +236,21 @@ class Colocated:
 
 
 def _drain(member: Colocated | AsyncColocated, tags: Sequence[str]) -> None:
-    draining = member.colocated_drain(tags) if tags else None
-    if isinstance(draining, Coroutine):  # this thread is that of a method of an async actor
-        asyncio.run_coroutine_threadsafe(draining, member.__dict__["_colocated_loop"]).result()
+    if tags and type(member).colocated_drain is not AsyncColocated.colocated_drain:
+        _awaited(member, member.colocated_drain(tags))
+
+
+short_loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # which end with a call: of async members of this process
+
+
+def _awaited(member: Colocated | AsyncColocated, result: object) -> None:
+    """Waits for the result of a method of an async actor. This thread is not that of its loop."""
+    if isinstance(result, Coroutine):
+        loop = member.__dict__["_colocated_loop"]
+        if loop in short_loops:
+            asyncio.run(result)
+        else:
+            asyncio.run_coroutine_threadsafe(result, loop).result()
 
 
 def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _T]]:
@@ -204,7 +270,8 @@ def _coroutine(method: Callable[..., _T]) -> Callable[..., Coroutine[Any, Any, _
 class AsyncColocated:
     """Base of an async actor with regions. Transitions run in threads, so the event loop is not blocked.
 
-    The methods are those of ``Colocated``, as coroutines. A cancellation stops neither a drain nor a transition.
+    The methods are those of ``Colocated``, as coroutines. A cancellation stops neither a drain nor a transition. A
+    coroutine must not block the loop until a late region has come: ``await asyncio.to_thread(region.wait)``.
 
     Examples:
         >>> class Engine(memsaver.ray.AsyncColocated):
@@ -223,6 +290,7 @@ class AsyncColocated:
     colocated_prepare = _coroutine(Colocated.colocated_prepare)
     colocated_commit = _coroutine(Colocated.colocated_commit)
     colocated_abort = _coroutine(Colocated.colocated_abort)
+    colocated_background = _coroutine(Colocated.colocated_background)
 
     async def colocated_drain(self, tags: Sequence[str]) -> None:
         """``Colocated.colocated_drain()`` as a coroutine."""
@@ -239,6 +307,20 @@ class _Halves:
         self._lock = threading.Lock()
         self._turn = 0
         self._prepared: Prepared | None = None
+        self._background: list[Future[None]] = []  # transitions of the last turn, which may be under way
+
+    def background(self, move: Callable[[], None]) -> Future[None]:
+        future = in_thread(move, "memsaver background")
+        self._background.append(future)
+        return future
+
+    def wait(self, timeout: float | None) -> None:
+        """Waits for the transitions in the background. Their errors are those of late regions."""
+        began = time.monotonic()
+        if futures.wait(self._background, timeout).not_done:
+            text = "late and lingering tags of the last turn are still moving"
+            raise WaitTimeoutError(text, stage="late", waited_s=time.monotonic() - began)
+        self._background.clear()
 
     def begin(self) -> int:
         with self._lock:
@@ -283,11 +365,29 @@ def _ready(tags: Sequence[str], coming: Sequence[str]) -> Ready:
         moves=any(each.tag in pausing and each.state != "paused" for each in concerned),
         pooled=not guests and all(_core.in_pool(device) for device in {each.device for each in concerned}),
         discarded=tuple(dict.fromkeys(each.tag for each in concerned if each.tag in resuming and each.discarded)),
+        derived=tuple(
+            (each.tag, source, _source_state(source))
+            for each in concerned
+            if isinstance(each.backup, Derived) and each.tag in resuming and each.state == "paused"
+            for source in (each.backup.after if not each.backup_bytes else ())
+        ),
     )
+
+
+def _source_state(tag: str) -> str:
+    away = [each for each in regions.find(tag) if each.state != "active"]
+    if not away:
+        return "active"
+    return "kept" if all(isinstance(each.backup, Derived) or has_contents(each) for each in away) else "lost"
 
 
 def _pause_options(bounds: Bounds) -> dict[str, Any]:
     return {"timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
+
+
+def _of_existing(names: Sequence[str], given: Any) -> Any:
+    """The values of an option by tag, of the tags that have regions."""
+    return {tag: value for tag, value in given.items() if tag in names} if isinstance(given, Mapping) else given
 
 
 def _existing(tags: Sequence[str]) -> list[str]:

@@ -20,7 +20,8 @@ from memsaver.policies import (
     turn_restores,
 )
 
-Phases = Mapping[str, Mapping[str, Iterable[str]]]
+Phases = Mapping[str, Mapping[str, Iterable[str] | Mapping[str, Iterable[str]]]]
+_PARTS = ("resident", "late", "lingering")  # of a role in a phase
 Backups = dict[str, dict[str, str]]  # by role and tag
 Restores = dict[str, dict[str, bool]]  # by role and tag
 Lazies = dict[str, dict[str, bool]]  # by role and tag
@@ -94,15 +95,25 @@ class Plan:
         self.lazy: dict[str, Lazies] = self._by_phase("lazy", lazy, turn_lazies, 0)
 
     def moves(self, name: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """The tags that pause, and the tags that resume, by role."""
+        """The tags that pause, and the tags that resume, by role. In the background, too."""
         if name not in self.phases:
             raise ValueError(f"there is no phase {name!r}; there are {_listed(self.phases)}")
-        coming = {role: self.phases[name].get(role, []) for role in self.roles}
+        coming = {role: self._part(name, role, "resident", "late") for role in self.roles}
         leaving: dict[str, list[str]] = {}
         for role, staying in coming.items():
-            named = dict.fromkeys(tag for phase in self.phases.values() for tag in phase.get(role, ()))
+            named = dict.fromkeys(tag for phase in self.phases for tag in self._part(phase, role, *_PARTS))
             leaving[role] = [tag for tag in named if tag not in set(staying)]
         return leaving, coming
+
+    def background(self, name: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """Of moves(), the tags that move while the work of the phase goes on."""
+        parts = ("lingering", "late")
+        lingering, late = ({role: self._part(name, role, part) for role in self.roles} for part in parts)
+        return lingering, late
+
+    def _part(self, name: str, role: str, *parts: str) -> list[str]:
+        found = self.phases[name].get(role, {})
+        return [tag for part in parts for tag in found.get(part, ())]
 
     def options(
         self,
@@ -137,12 +148,12 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _checked_phases(phases: Phases, roles: Collection[str] | None) -> dict[str, dict[str, list[str]]]:
+def _checked_phases(phases: Phases, roles: Collection[str] | None) -> dict[str, dict[str, dict[str, list[str]]]]:
     if not isinstance(phases, Mapping):
         raise TypeError(f"phases is {phases!r}, expected a dict of name -> role -> tags")
     if not phases:
         raise ValueError("phases is empty, expected a dict of name -> role -> tags")
-    checked: dict[str, dict[str, list[str]]] = {}
+    checked: dict[str, dict[str, dict[str, list[str]]]] = {}
     for name, by_role in phases.items():
         if not isinstance(by_role, Mapping):
             raise TypeError(f"phase {name!r} is {by_role!r}, expected a dict of role -> tags")
@@ -150,7 +161,21 @@ def _checked_phases(phases: Phases, roles: Collection[str] | None) -> dict[str, 
         for role, tags in by_role.items():
             if roles is not None and role not in roles:
                 raise ValueError(f"phase {name!r} names the role {role!r}, expected one of {_listed(roles)}")
-            checked[name][role] = list(dict.fromkeys(several(tags, f"phase {name!r} for {role!r}")))
-    if not any(tags for by_role in checked.values() for tags in by_role.values()):
+            checked[name][role] = _checked_parts(tags, f"phase {name!r} for {role!r}")
+    if not any(tags for by_role in checked.values() for parts in by_role.values() for tags in parts.values()):
         raise ValueError("no phase names a tag, expected at least one")
+    return checked
+
+
+def _checked_parts(given: Any, place: str) -> dict[str, list[str]]:
+    parts = given if isinstance(given, Mapping) else {"resident": given}
+    for part in parts:
+        if part not in _PARTS:
+            raise ValueError(f"{place} has {part!r}, expected {_listed(_PARTS)}")
+    name = "" if parts is not given else ": {}"
+    checked = {part: list(dict.fromkeys(several(tags, place + name.format(part)))) for part, tags in parts.items()}
+    tags = [tag for each in checked.values() for tag in each]
+    for tag in tags:
+        if tags.count(tag) > 1:
+            raise ValueError(f"{place} names {tag!r} twice, expected resident, late or lingering")
     return checked

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from memsaver.errors import WaitTimeoutError
+from memsaver.turns.members import short_loops
 from memsaver.turns.plan import TurnOptions
 
 # The methods of members that a turn calls.
-METHODS = ("pause", "resume", "colocated_prepare", "colocated_commit", "colocated_abort")
+METHODS = ("pause", "resume", "colocated_prepare", "colocated_commit", "colocated_abort", "colocated_background")
 
 
 class Rank:
@@ -126,4 +127,5 @@ def settled(result: Any) -> Any:
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:
+    short_loops.add(asyncio.get_running_loop())
     return await awaitable

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from memsaver.errors import BackupError, Error
+from memsaver.errors import BackupError, Error, RegionPausedError
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
 from memsaver.turns.plan import Plan, TurnOptions
@@ -86,9 +86,11 @@ class RunningTurn:
     def __init__(self, turns: Turns, phase: str, options: TurnOptions) -> None:
         self._crew, self._unwritten = turns.crew, turns.unwritten
         self._phase, self._options = phase, options
-        self._pauses, self._resumes = turns.plan.moves(phase)
+        pauses, self._resumes = turns.plan.moves(phase)
+        self._lingering, self._late = turns.plan.background(phase)
+        self._pauses = {role: _without(tags, self._lingering[role]) for role, tags in pauses.items()}
         self._pausing = [rank for rank in self._crew.ranks if self._pauses.get(rank.role)]
-        self._resuming = [rank for rank in self._crew.ranks if self._resumes.get(rank.role)]
+        self._resuming = [rank for rank in self._crew.ranks if self._now(rank)]
         self._prepared: list[Rank] = []  # ranks that may have a prepared pause
         self._has_failed = False
         self._begin = time.perf_counter()
@@ -111,9 +113,9 @@ class RunningTurn:
 
     def _check_written(self) -> None:
         failures: list[Failure] = []
-        for rank in self._resuming:
+        for rank in self._crew.ranks:
             unwritten = self._unwritten.get(rank, set()).difference(self._unrestored(rank))
-            tags = [tag for tag in self._resumes[rank.role] if tag in unwritten]
+            tags = [tag for tag in self._resumes.get(rank.role, ()) if tag in unwritten]
             if tags:
                 why = "the phase that was to write them failed"
                 failures.append((rank, _without_contents(tags, why), "prepare to resume"))
@@ -137,6 +139,11 @@ class RunningTurn:
             tags = [tag for tag in each.discarded if self._options.restores(rank.role, tag)]
             if tags:
                 failures.append((rank, _without_contents(tags, "a pause kept no backup"), "prepare to resume"))
+            for tag, source, state in each.derived:
+                if self._options.restores(rank.role, tag) and not self._has_source(rank, tag, source, state):
+                    text = f"{tag!r} is derived from {source!r}, which has no contents in this phase"
+                    error = RegionPausedError(text, tag=source, state="paused")
+                    failures.append((rank, error, "prepare to resume"))
         self._check(failures)
         return ready.results
 
@@ -156,6 +163,10 @@ class RunningTurn:
             self._pause_again(resumed)
             failures = [(rank, error, "pause") for rank, error in paused.errors.items()]
             self._check([*failures, *((rank, error, "resume") for rank, error in resumed.errors.items())])
+        begun = self._call(self._to_move_later(), self._options.completes_until)
+        if begun.errors:
+            self._pause_again(resumed)
+            self._check([(rank, error, "begin to resume") for rank, error in begun.errors.items()])
         return Turn(
             phase=self._phase,
             paused=_by_role(self._pausing, paused.results),
@@ -164,24 +175,48 @@ class RunningTurn:
             resume_seconds=resumed.seconds,
             seconds=time.perf_counter() - self._begin,
             side_by_side=side_by_side,
-            unrestored={rank.role: tags for rank in self._resuming if (tags := self._unrestored(rank))},
+            unrestored={rank.role: tags for rank in self._crew.ranks if (tags := self._unrestored(rank))},
         )
 
     def _to_resume(self, handover: bool) -> Calls:
         """The calls that resume. Contents with ``restore=False`` count as not written until ``Turns.enter()`` ends."""
         calls: dict[Rank, Call] = {}
-        for rank in self._resuming:
-            tags = self._resumes[rank.role]
-            self._unwritten[rank] = self._unwritten.get(rank, set()).union(self._unrestored(rank))
-            calls[rank] = Call("resume", (tags,), self._options.of_resumes(rank.role, tags, handover))
+        for rank in self._crew.ranks:
+            if unrestored := self._unrestored(rank):
+                self._unwritten[rank] = self._unwritten.get(rank, set()).union(unrestored)
+            if tags := self._now(rank):
+                calls[rank] = Call("resume", (tags,), self._options.of_resumes(rank.role, tags, handover))
         return calls
+
+    def _to_move_later(self) -> Calls:
+        calls: dict[Rank, Call] = {}
+        for rank in self._crew.ranks:
+            pauses, resumes = self._lingering.get(rank.role, []), self._late.get(rank.role, [])
+            if pauses or resumes:
+                of_pauses = self._options.of_pauses(rank.role, pauses)
+                of_resumes = self._options.of_resumes(rank.role, resumes, True)
+                options = {**of_pauses, **of_resumes, "phase": self._phase}
+                calls[rank] = Call("colocated_background", (pauses, resumes), options)
+        return calls
+
+    def _has_source(self, rank: Rank, tag: str, source: str, state: str) -> bool:
+        """Whether a source has contents when the derived tag resumes. ``state``: see ``Ready.derived``."""
+        late, coming = self._late.get(rank.role, ()), self._resumes.get(rank.role, ())
+        if source in self._pauses.get(rank.role, ()) or source in self._lingering.get(rank.role, ()):
+            return False
+        comes = source in coming and (source not in late or tag in late)
+        return state == "active" or (state == "kept" and comes and self._options.restores(rank.role, source))
+
+    def _now(self, rank: Rank) -> list[str]:
+        """The tags that resume before the turn ends."""
+        return _without(self._resumes.get(rank.role, ()), self._late.get(rank.role, ()))
 
     def _call(self, calls: Calls, until: float | None) -> Answers:
         return self._crew.call(calls, until=until)[0] if calls else Answers()
 
     def _unrestored(self, rank: Rank) -> list[str]:
         """The tags that are resident in the phase with ``restore=False``."""
-        return [tag for tag in self._resumes[rank.role] if not self._options.restores(rank.role, tag)]
+        return [tag for tag in self._resumes.get(rank.role, ()) if not self._options.restores(rank.role, tag)]
 
     def _pause_again(self, resumed: Answers) -> None:
         """Pauses the ranks that resumed, so that ranks that wait for each other's memory can all try again.
@@ -210,7 +245,7 @@ class RunningTurn:
         failed, cause, verb = min(failures, key=lambda failure: failure[0] not in dead)
         report = self._crew.report
         doing = {rank: f"; it {each}" for rank, each in report.doing.items()}
-        tags = (self._resumes if verb.endswith("resume") else self._pauses)[failed.role]
+        tags = (self._resumes if verb.endswith("resume") else self._pauses)[failed.role] or self._lingering[failed.role]
         text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: "
         text += f"{failed.described(cause)}{doing.get(failed, '')}"
         others = {rank: error for rank, error, _ in failures if rank is not failed}
@@ -264,6 +299,10 @@ class Turns:
         for (rank, tag), writer in self._writers.items():
             if writer == number:
                 self.unwritten.setdefault(rank, set()).add(tag)
+
+
+def _without(tags: Sequence[str], others: Sequence[str]) -> list[str]:
+    return [tag for tag in tags if tag not in others]
 
 
 def _without_contents(tags: Sequence[str], why: str) -> BackupError:

@@ -11,7 +11,9 @@
 namespace memsaver {
 namespace {
 
-constexpr std::size_t kGiB = std::size_t{1} << 30, kNone = ~std::size_t{0};
+using test::kGiB;
+
+constexpr std::size_t kNone = ~std::size_t{0};
 using Files = std::map<std::string, std::string>;
 
 Files given;  // of /proc and /sys

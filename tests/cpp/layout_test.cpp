@@ -1,16 +1,12 @@
 #include "memory/layout.h"
 
-#include <doctest/doctest.h>
-
-#include <algorithm>
-#include <random>
-
 #include "memory/segments.h"
+#include "support.h"
 
 namespace memsaver {
 namespace {
 
-constexpr std::size_t kGiB = 1024 * kMiB;
+using test::kGiB;
 
 // Segments, some side by side, and chunks that earlier layouts left under some of them.
 Layout::Input random_input(std::mt19937& random) {

@@ -21,6 +21,8 @@
 
 namespace memsaver::test {
 
+constexpr std::size_t kGiB = 1024 * kMiB;
+
 // A block of random bytes, again and again, each time with its number: sanitizers make better contents slow.
 inline std::vector<std::byte> random_bytes(std::size_t size, unsigned seed) {
   constexpr std::size_t kBlock = 4096;

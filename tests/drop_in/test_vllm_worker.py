@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -267,3 +268,53 @@ def test_without_a_shared_pool_the_assertion_stays(worker: Any) -> None:
     worker.freed_bytes = -1
     with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
         worker.sleep(level=1)
+
+
+# Tensors that nobody wrote after a wake-up
+
+
+@pytest.mark.parametrize("missing", ["layer.scale", "drafter.layer.weight", ""])
+def test_the_first_forward_pass_after_a_wake_up_needs_all_tensors_of_the_model(load: Load, missing: str) -> None:
+    memsaver.configure(stale="raise")
+    try:
+        allocator = load().CuMemAllocator.get_instance()
+        worker = fake_vllm.worker()
+        with allocator.use_memory_pool("weights"):
+            models = [Sequential(), Sequential()]
+        with allocator.use_memory_pool("kv_cache"):
+            _cache = torch.zeros(1000)
+        worker.model_runner = SimpleNamespace(model=models[0], drafter=SimpleNamespace(model=models[1]))
+        assert worker.execute_model(None) == "executed"
+        allocator.sleep(())
+        allocator.wake_up(["weights"])
+        named = {**dict(models[0].named_tensors("")), **dict(models[1].named_tensors("drafter."))}
+        for name, tensor in named.items():
+            if name != missing:
+                tensor.fill_(1)
+        allocator.wake_up(["kv_cache"])
+        if missing:
+            assert [unwritten(worker) for _ in range(2)] == [[missing]] * 2
+            named[missing].fill_(1)
+        assert worker.execute_model(None) == "executed"
+    finally:
+        memsaver.configure(stale="off")
+        gc.collect()  # the tracebacks hold the models
+
+
+def unwritten(worker: Any) -> list[str]:
+    with pytest.raises(memsaver.StaleError) as raised:
+        worker.execute_model(None)
+    return [name for name, *_ in raised.value.tensors]
+
+
+class Sequential(torch.nn.Module):
+    """A layer with a weight, a scale and a rotary cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Module()
+        for name, size in (("weight", 700), ("scale", 1), ("cos", 40)):
+            self.layer.register_buffer(name, torch.zeros(size), persistent=name != "cos")
+
+    def named_tensors(self, prefix: str) -> Sequence[tuple[str, torch.Tensor]]:
+        return [(prefix + name, tensor) for name, tensor in self.named_buffers()]

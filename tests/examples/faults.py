@@ -156,7 +156,7 @@ FAULTS = [
     Fault(
         "weights_paused_without_a_backup",
         "the engines' weights are lost in a pause that no sync follows",
-        "examples/colocate/checks/proofs.py",
+        "examples/colocate/checks/checked_loop.py",
         '"away": {"engine": {self.tags["engine"][0]: "host"}}',
         '"away": {"engine": {self.tags["engine"][0]: "none"}}',
         check="the contents of 'weights' are not there",
@@ -218,8 +218,8 @@ FAULTS = [
         "weights_zeroed_on_the_way_out",
         "a weight of the engine is zero when it comes back",
         "examples/colocate/loop.py",
-        "        self.engine.drain(finish=False)",
-        "        self.engine.drain(finish=False)\n"
+        "        self.engine.drain()",
+        "        self.engine.drain()\n"
         "        if self.engine.memory.weights.state == 'active':\n"
         "            self.engine.model.weights['model.norm.weight'].zero_()",
         check="weights outlast a pause",

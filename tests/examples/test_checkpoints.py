@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="needs torch")
 
 from examples.colocate.arithmetic import arithmetic  # noqa: E402
-from examples.colocate.checks.checkpoints import Checkpoints, LoopState, settings_of  # noqa: E402
+from examples.colocate.checks.checkpoints import Checkpoints, settings_of  # noqa: E402
 from examples.colocate.recipes import RECIPES  # noqa: E402
 from examples.colocate.trainer import CheckpointError  # noqa: E402
 
 
-def state(step: int) -> LoopState:
+def state(step: int) -> dict[str, Any]:
     settings = {"ranks": 2, **settings_of(RECIPES["tiny"], "recipe.")}
-    random = arithmetic().random_state()
-    return LoopState(step, settings, random, [[7, step]], [1.0, 0.1 + 0.2], {"gap": 0.5}, {"tokens": 3})
+    return {"step": step, "settings": settings, "task": arithmetic().random_state(), "warm": [1.0, 0.1 + 0.2]}
 
 
 def write(checkpoints: Checkpoints, step: int) -> Path:
@@ -43,7 +43,7 @@ def test_a_partial_checkpoint_is_ignored_and_removed_by_the_next(tmp_path: Path)
     write(checkpoints, 5)
     partial = checkpoints.begin(10)
     (partial / ".metadata").write_text("whole, and the loop's part is still to come")
-    assert Checkpoints(tmp_path).newest()[1].step == 5
+    assert Checkpoints(tmp_path).newest()[1]["step"] == 5
     write(checkpoints, 7)
     assert names(tmp_path) == ["step-00000005", "step-00000007"]
 
@@ -54,4 +54,4 @@ def test_a_checkpoint_without_trainer_state_is_not_committed(tmp_path: Path) -> 
     checkpoints.begin(10)
     with pytest.raises(CheckpointError, match="step-00000010.partial' has no state of a trainer; expected a folder"):
         checkpoints.commit(state(10))
-    assert checkpoints.newest()[1].step == 5
+    assert checkpoints.newest()[1]["step"] == 5

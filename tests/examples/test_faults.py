@@ -20,8 +20,8 @@ pytest.importorskip("ray", reason="needs ray")
 import memsaver  # noqa: E402
 from examples.colocate import loop as example  # noqa: E402
 from examples.colocate import rollout  # noqa: E402
-from examples.colocate.checks.actors import CheckError  # noqa: E402
-from examples.colocate.checks.proofs import CheckedLoop, verdict  # noqa: E402
+from examples.colocate.checks.checked_actors import CheckError  # noqa: E402
+from examples.colocate.checks.checked_loop import CheckedLoop, verdict  # noqa: E402
 from examples.colocate.checks.recovery import RecoverableLoop  # noqa: E402
 from examples.colocate.engine import EngineConfig  # noqa: E402
 from examples.colocate.options import parse  # noqa: E402
@@ -44,7 +44,7 @@ class Local(example.Loop):
         pass
 
     def make(self, role: str) -> list[Any]:
-        return [self.kinds[role](self.recipe, self.options, 0, 1)]
+        return [self.kinds[role](self.recipe, self.options, 0)]
 
     def call(self, role: str, method: str, *arguments: Any, **named: Any) -> list[Any]:
         return [getattr(self.actors[role][0], method)(*arguments, **named)]
@@ -73,7 +73,7 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
         options, chosen, task = parse(["--device", "cpu", "--recipe", "tiny", *arguments])
         if chosen.warm_up_steps == RECIPES["tiny"].warm_up_steps:  # hardly a completion is right
             task.reward = lambda fields, text: text.count("1") / max(1, len(text))
-        options = dataclasses.replace(options, host_device=DEVICE_BYTES)
+        options.host_device = DEVICE_BYTES
         made.append(LocalLoop(options, dataclasses.replace(chosen, **recipe), task))
         try:
             made[-1].run()
@@ -94,7 +94,8 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
 
 def test_the_loop_runs_without_checks(run: Run) -> None:
     options, recipe, task = parse(["--device", "cpu", "--recipe", "tiny"])
-    loop = Local(dataclasses.replace(options, host_device=DEVICE_BYTES), recipe, task)
+    options.host_device = DEVICE_BYTES
+    loop = Local(options, recipe, task)
     loop.set_up()
     loop.begin()
     loop.step()

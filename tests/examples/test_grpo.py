@@ -18,8 +18,6 @@ def test_advantages_are_relative_to_the_group() -> None:
     assert torch.allclose(advantages.mean(1), torch.zeros(3), atol=1e-6)
     assert advantages[2, 3] == pytest.approx(math.sqrt(3), rel=1e-3)
     assert torch.equal(group_advantages(rewards, zero=True), torch.zeros(3, 4))
-    with pytest.raises(ValueError, match=r"shape \(4, 1\); expected \[prompts, 2 completions or more\]"):
-        group_advantages(torch.zeros(4, 1))
 
 
 def loss_of(logprob: float, behaviour: float, advantage: float, weight: float = 1.0) -> tuple[float, int, float]:
@@ -76,5 +74,3 @@ def test_weights_are_ratios_up_to_the_cap() -> None:
     weights = importance_weights(policy, torch.tensor([-1.5, -1.0, -95.0, -math.inf]), 2.0)
     assert weights.tolist() == pytest.approx([math.exp(0.5), math.exp(-1.0), 2.0, 2.0])
     assert not weights.requires_grad
-    with pytest.raises(ValueError, match="cap is 0.5; expected a number of 1 or more"):
-        importance_weights(policy, policy, 0.5)

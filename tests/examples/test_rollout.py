@@ -46,7 +46,7 @@ def test_an_engine_gets_whole_groups_and_completions_come_in_order(task: Task, e
     made: list[Any] = [Engine() for _ in range(engines)]
     problems = task.sample(7)
     found = Rollouts(made, task, 0.7).complete(problems, group=4)
-    assert [each.prompt for each in found] == [DIGITS.encode_prompt(each.prompt) for each in problems for _ in range(4)]
+    assert [each.prompt for each in found] == [DIGITS.encode(each.prompt) for each in problems for _ in range(4)]
     for engine in made:
         ((prompts, sampling),) = engine.calls
         assert sampling == SamplingParams(0.7, max_new_tokens=3, stop_tokens=(10,))
@@ -67,4 +67,4 @@ def test_held_out_problems_are_completed_greedily(task: Task) -> None:
     engine = Engine()
     assert Rollouts([engine], task, 1.0).held_out_rewards() == [1.0] * 5
     ((prompts, sampling),) = engine.calls
-    assert sampling.temperature == 0.0 and prompts == [DIGITS.encode_prompt(str(number)) for number in range(10, 15)]
+    assert sampling.temperature == 0.0 and prompts == [DIGITS.encode(str(number)) for number in range(10, 15)]

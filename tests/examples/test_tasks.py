@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def test_prompts_of_arithmetic_share_a_prefix_and_completions_fill_blocks() -> N
         assert 8 <= len(sample.completion) <= task.max_new_tokens <= 30
         assert sample.completion[-1] in task.tokenizer.stop_tokens
         answer = sums.steps(problem.fields["numbers"])
-        assert task.tokenizer.decode(task.tokenizer.encode_completion(answer)) == answer
+        assert task.tokenizer.decode([*task.tokenizer.encode(answer), *task.tokenizer.stop_tokens]) == answer
         assert task.reward(problem.fields, answer) == 1.0
 
 
@@ -71,24 +70,8 @@ def test_the_seed_decides_and_a_task_continues_from_a_saved_state(make: Any) -> 
     one, same, other = (make(seed=seed) for seed in (1, 1, 2))
     assert one.held_out == same.held_out != other.held_out
     assert one.sample(8) == same.sample(8)
-    one.demonstrations(8)
     same.set_random_state(json.loads(json.dumps(one.random_state())))
-    assert one.sample(8) == same.sample(8) and one.demonstrations(8) == same.demonstrations(8)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "match"),
-    [
-        ({"largest": 40}, "terms are 4, largest 40"),
-        ({"terms": 1}, "terms are 1"),
-        ({"problems": 30000}, "problems are 30000, held_out 256; expected at most 20475"),
-        ({"held_out": 4096}, "held_out 4096"),
-        ({"slip_share": 1.5}, "slip_share 1.5"),
-    ],
-)
-def test_wrong_sizes_are_refused(wrong: dict[str, Any], match: str) -> None:
-    with pytest.raises(TaskError, match=match):
-        arithmetic(**wrong)
+    assert one.sample(8) == same.sample(8)
 
 
 def test_countdown_accepts_each_number_once_and_the_target_alone() -> None:
@@ -107,20 +90,18 @@ def test_countdown_accepts_each_number_once_and_the_target_alone() -> None:
 
 def test_countdown_has_a_solution_for_each_problem() -> None:
     task = countdown(CHARACTERS, count=4, problems=200, held_out=50)
-    assert task.demonstrate is not None
     keys = [(*sorted(each.fields["numbers"]), each.fields["target"]) for each in (*task.train, *task.held_out)]
     assert (len(task.train), len(task.held_out), len(set(keys))) == (150, 50, 200)
     for problem in task.train:
         assert 0 < problem.fields["target"] <= 1000
-        assert task.reward(problem.fields, task.demonstrate(problem.fields, random.Random())) == 1.0
+        assert task.reward(problem.fields, f"<answer>{problem.fields['solution']}</answer>") == 1.0
         assert str(problem.fields["numbers"]) in problem.prompt and str(problem.fields["target"]) in problem.prompt
 
 
-def test_a_text_tokenizer_adds_special_tokens_where_they_belong(tmp_path: Path) -> None:
+def test_a_text_tokenizer_is_that_of_a_folder(tmp_path: Path) -> None:
     save_tokenizer(tmp_path, ["<eos>", "two", "plus", "is", "four", "?"], between=" ")
     tokenizer = TextTokenizer(tmp_path)
-    assert tokenizer.encode_prompt("two plus two is") == [1, 2, 1, 3]
-    assert tokenizer.encode_completion("four") == [4, 0] and tokenizer.stop_tokens == (0,)
+    assert tokenizer.encode("two plus two is") == [1, 2, 1, 3] and tokenizer.stop_tokens == (0,)
     assert tokenizer.decode([4, 0]) == "four"
     with pytest.raises(TaskError, match="expected a folder with a tokenizer"):
         TextTokenizer(tmp_path / "nowhere")
@@ -183,8 +164,5 @@ def test_a_wrong_reward_is_refused(tmp_path: Path, code: str, match: str) -> Non
         load_reward(tmp_path / "nowhere.py")
 
 
-def test_a_character_outside_the_vocabulary_is_named_and_one_that_was_sampled_is_a_question_mark() -> None:
-    tokenizer = CharacterTokenizer("abc\n")
-    with pytest.raises(ValueError, match="text has 'd'; expected characters of 'abc"):
-        tokenizer.encode_prompt("abd")
-    assert tokenizer.decode([0, 1, 99, 3]) == "ab?"
+def test_a_token_outside_the_vocabulary_is_a_question_mark() -> None:
+    assert CharacterTokenizer("abc\n").decode([0, 1, 99, 3]) == "ab?"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from examples.colocate.engine.decoder import Decoder
 from examples.colocate.model import ModelConfig, bit_sum, parameter_shapes
 from examples.colocate.trainer import EngineWeights, Trainer
-from examples.colocate.trainer import weights as weights_module
 from examples.colocate.trainer.process_group import join
 from examples.colocate.trainer.weights import WeightWriter
 from tests.examples.trainer_support import MODEL, PLAIN, samples, weights
@@ -98,14 +98,13 @@ def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, size: int
 
 
 def test_gathered_weights_are_cast_before_they_are_sent(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    gather = weights_module.all_gather_tensor
+    sent, gather = list[int](), DTensor.full_tensor
 
-    def counting(gathered: Tensor, mine: Tensor, group: Any) -> None:
-        sent.append(mine.nbytes)
-        gather(gathered, mine, group)
+    def counting(mine: DTensor) -> Tensor:
+        sent.append(mine.to_local().nbytes)
+        return gather(mine)
 
-    monkeypatch.setattr(weights_module, "all_gather_tensor", counting)
+    monkeypatch.setattr(DTensor, "full_tensor", counting)
     WeightWriter(trainer.model, torch.bfloat16).write(
         shared(decoders(replace(MODEL, dtype=torch.bfloat16))), gather=True
     )

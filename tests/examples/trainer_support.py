@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from examples.colocate.model import ModelConfig
 from examples.colocate.trainer import Sample, Trainer, TrainerConfig
-from examples.colocate.trainer.checkpoint import tensors
-from examples.colocate.trainer.memory import local
+from examples.colocate.trainer.state_files import tensors
+from examples.colocate.trainer.trainer_memory import local
 
 TAGS = ["params", "optimizer", "grads"]
 MODEL = ModelConfig(

@@ -54,10 +54,9 @@ SYSTEM = {
 
 # The examples: the engine and the trainer do not import each other, only the modules above import both.
 COLOCATE = {
-    "engine": {"collectives", "engine", "model"},
-    "trainer": {"collectives", "trainer", "model", "grpo"},
+    "engine": {"engine", "model"},
+    "trainer": {"trainer", "model", "grpo"},
     "model": {"model"},
-    "collectives": set(),
 }
 
 

@@ -33,7 +33,7 @@ def run_command(*arguments: str, **variables: str) -> subprocess.CompletedProces
 
 
 def test_documented_table_has_the_options_and_defaults_of_the_code() -> None:
-    page = (ROOT / "docs/configuration.md").read_text()
+    page = (ROOT / "docs/reference.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| [^|]+ \| `([^|]+)` \| \S", page, flags=re.MULTILINE)
     assert rows == [
         (each.name, each.variable, each.shown(each.default)) for each in map(OPTIONS.__getitem__, sorted(OPTIONS))

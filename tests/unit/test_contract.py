@@ -34,7 +34,7 @@ Call = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memsaver.transitions, "_phases", {})
+    monkeypatch.setattr(memsaver.turns.phases, "_phases", {})
 
 
 # Conventions

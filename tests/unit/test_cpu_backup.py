@@ -25,6 +25,7 @@ from tests.support import (
     drop_backups,
     host_held_bytes,
     host_used_bytes,
+    random_bytes,
     run_clean,
     unnamed_files,
 )
@@ -198,7 +199,7 @@ def test_contents_in_pieces_are_one_tensor(make: Make) -> None:
         view, again = cpu_backup(block.tensor), cpu_backup(block.tensor)
         assert view.is_contiguous() and view.data_ptr() == again.data_ptr()
         assert np.array_equal(view.numpy(), block.expected)
-        block.expected = np.random.default_rng(200 + seed).integers(0, 256, block.nbytes, np.uint8)
+        block.expected = random_bytes(block.nbytes, 200 + seed)
         view.numpy()[:] = block.expected
         assert reads(block, clone=True)
     assert host_used_bytes() > used  # some was not in one piece

@@ -142,7 +142,7 @@ def marked(name: Name) -> Any:
 def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Regions and phases of one example are not there in the next one."""
     before = memsaver.regions.all_regions()
-    monkeypatch.setattr(memsaver.transitions, "_phases", {})
+    monkeypatch.setattr(memsaver.turns.phases, "_phases", {})
     yield
     gc.collect()
     for region in memsaver.regions.all_regions():

@@ -22,7 +22,7 @@ import pytest
 import memsaver
 from memsaver import _core
 from tests import controls
-from tests.support import MIB, PAGE, descriptors, environment, fresh_device, run_python
+from tests.support import MIB, PAGE, descriptors, environment, fresh_device, random_bytes, run_python
 
 DEVICES = ["cpu"] + (["cuda:0"] if _core.cuda_device_count() else [])
 HOST = ["cpu"]
@@ -77,10 +77,6 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
 
 
 host_only = pytest.mark.parametrize("bench", HOST, indirect=True)
-
-
-def random_bytes(nbytes: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
 def refused(call: Callable[[], object]) -> memsaver.DriverError:

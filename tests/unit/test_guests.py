@@ -240,7 +240,7 @@ def test_guests_leave_in_the_second_half_of_a_prepared_pause(make: Make, visit: 
 def test_phases_move_guests_with_their_tags(
     make: Make, visit: Visit, calls: list[str], fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memsaver.transitions, "_phases", {})
+    monkeypatch.setattr(memsaver.turns.phases, "_phases", {})
     weights, params, groups = make(), make(), fresh_tag()
     visit("of region", params.tag)
     visit("of name", groups)

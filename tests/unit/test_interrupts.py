@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 import memsaver
-from memsaver import _guests, _moves, transitions
+from memsaver import _guests, _moves
 from memsaver._adapter import adapter
+from memsaver.turns import phases
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
 from memsaver.turns.turn import Turns
@@ -85,7 +86,7 @@ class Visitor(memsaver.Guest):
 def regions(fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[memsaver.Region]]:
     """Two regions of which one has a backup, with guests and phases."""
     adapter()  # a module that is imported later would keep the function that is patched here
-    monkeypatch.setattr(transitions, "_phases", {})
+    monkeypatch.setattr(phases, "_phases", {})
     found = [memsaver.region(fresh_tag(), device="cpu", backup=backup) for backup in ("host", "none")]
     guests = [Visitor("first", found[0].tag), Visitor("both", [each.tag for each in found])]
     for guest in guests:

@@ -610,7 +610,7 @@ class Device(RuleBasedStateMachine):
         self.catch_up()
         self.waited = self.wait_s() if leaving else (0.0, 0.0)
         missing = sum(model.missing for model in coming)
-        policies = {model: backup or model.region.backup for model in leaving}
+        policies = {model: backup or str(model.region.backup) for model in leaving}
         saved = [model for model in leaving if not model.paused and not model.sealed and policies[model] != "none"]
         restored = [model for model in coming if restore and model.copied]
         released = sum(model.region.mapped_bytes for model in leaving)

@@ -1,3 +1,3 @@
-"""The parts that a run adds to the loop: `proofs` of each step, `actors` with the methods that these need, `verdict`
-and log of the run, and `recovery` of dead actors from `checkpoints`. The loop knows none of it.
+"""The parts that a run adds to the loop, which knows none of them. checked_loop: the checks of each step, the log, the
+verdict. checked_actors: the methods that these need. recovery: dead actors, with checkpoints: the states of a run.
 """

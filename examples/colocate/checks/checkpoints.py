@@ -11,44 +11,17 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from ..trainer import CheckpointError
-from ..trainer.checkpoint import METADATA
+from ..trainer.state_files import METADATA
 
-VERSION = 1
 _KEPT = 2
-_NAME = re.compile(r"step-(\d{8})")
+_NAME = re.compile(r"step-\d{8}")
 _PARTIAL = ".partial"
-_REMOVED = ".removed"
 _STATE = "loop.json"
-
-
-@dataclass(frozen=True)
-class LoopState:
-    """The state of a run after `step` steps, without the trainer's. Learning rates follow from `step`.
-
-    `settings`: the settings that the curve depends on, see `settings_of`. `task`: the state of the task's random
-    numbers. `engines`: those of each rank's sampler. `warm`: rewards of the held-out problems after the warm-up.
-    `statistics`, `counts`: of all steps so far.
-    """
-
-    step: int
-    settings: dict[str, Any]
-    task: list[Any]
-    engines: list[list[int]]
-    warm: list[float]
-    statistics: dict[str, float]
-    counts: dict[str, int]
-
-    def check(self, settings: Mapping[str, Any], where: str) -> None:
-        """Raise CheckpointError, naming the first difference, for a run with other settings."""
-        for name in (*settings, *self.settings):
-            found, expected = (each.get(name, "not there") for each in (self.settings, settings))
-            if found != expected:
-                raise CheckpointError(f"{where}: {name} is {found!r}; expected {expected!r}, the setting of this run")
 
 
 class Checkpoints:
@@ -64,36 +37,40 @@ class Checkpoints:
         """
         if resume:
             path, state = self.newest()
-            state.check(settings, str(path))
+            for name in (*settings, *state["settings"]):
+                found, expected = (each.get(name, "not there") for each in (state["settings"], settings))
+                if found != expected:
+                    raise CheckpointError(
+                        f"{path}: {name} is {found!r}; expected {expected!r}, the setting of this run"
+                    )
         elif (found := self.latest()) is not None:
             raise CheckpointError(f"there is {str(found)!r} already; expected a folder without, or --resume")
 
     def begin(self, step: int) -> Path:
         """Make a folder for the trainer's state. Removes folders that were not committed or were removed in part."""
-        for name in self._names():
-            if not _NAME.fullmatch(name):
-                shutil.rmtree(self.folder / name)
+        for path in set(self._all()) - set(self._complete()):
+            shutil.rmtree(path)
         partial = self.folder / f"step-{step:08d}{_PARTIAL}"
-        try:
-            partial.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"{str(partial)!r} cannot be made: {error}") from error
+        partial.mkdir(parents=True)
         return partial
 
-    def commit(self, state: LoopState) -> Path:
-        """Make the checkpoint of this step a complete one, and remove older ones."""
-        final = self.folder / f"step-{state.step:08d}"
+    def commit(self, state: dict[str, Any]) -> Path:
+        """Make the checkpoint of this step a complete one, and remove older ones.
+
+        `state`: the rest beside the trainer's, ready for JSON, with `step` and `settings`.
+        """
+        final = self.folder / f"step-{state['step']:08d}"
         partial = final.with_name(final.name + _PARTIAL)
         if not (partial / METADATA).is_file():
             raise CheckpointError(f"{str(partial)!r} has no state of a trainer; expected a folder that all nodes share")
         with open(partial / _STATE, "w") as file:
-            json.dump({"version": VERSION, **asdict(state)}, file)
+            json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())
         _sync(partial)
         if final.exists():  # of the same step, before the run went back
             self._remove(final)
-        os.rename(partial, final)
+        partial.rename(final)
         _sync(self.folder)
         for old in self._complete()[:-_KEPT]:
             self._remove(old)
@@ -103,42 +80,25 @@ class Checkpoints:
         """The newest complete one."""
         return next(reversed(self._complete()), None)
 
-    def newest(self) -> tuple[Path, LoopState]:
-        """Raises CheckpointError if there is none, and for one of another version."""
+    def newest(self) -> tuple[Path, dict[str, Any]]:
+        """Raises CheckpointError if there is none, or an unreadable one."""
         path = self.latest()
         if path is None:
             raise CheckpointError(f"{str(self.folder)!r} has no complete checkpoint; expected a folder step-NNNNNNNN")
-        return path, read(path)
+        try:
+            return path, json.loads((path / _STATE).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{str(path)!r} cannot be read: {error!r}; expected the file of a run") from error
 
     def _complete(self) -> list[Path]:
-        return [self.folder / name for name in self._names() if _NAME.fullmatch(name)]
+        return [path for path in self._all() if _NAME.fullmatch(path.name)]
 
-    def _names(self) -> list[str]:
-        try:
-            return sorted(each.name for each in self.folder.iterdir() if each.name.startswith("step-"))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"{str(self.folder)!r} cannot be read: {error}; expected a folder") from error
+    def _all(self) -> list[Path]:
+        return sorted(self.folder.glob("step-*"))
 
     def _remove(self, path: Path) -> None:
         """Under another name: one that is half removed is not complete."""
-        removed = path.with_name(path.name + _REMOVED)
-        os.rename(path, removed)
-        shutil.rmtree(removed)
-
-
-def read(path: Path) -> LoopState:
-    """The state in a complete checkpoint. Raises CheckpointError for another file, and for another version."""
-    file = path / _STATE
-    try:
-        found = json.loads(file.read_text())
-        version = found.pop("version")
-        if version != VERSION:
-            raise CheckpointError(f"{str(file)!r} has version {version!r}; expected {VERSION}")
-        return LoopState(**found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{str(file)!r} cannot be read: {error!r}; expected the file of a run") from error
+        shutil.rmtree(path.rename(path.with_name(path.name + ".removed")))
 
 
 def settings_of(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,8 +16,8 @@ from ..recipes import Recipe
 from ..rollout import answers
 from ..task import Task
 from ..trainer import Sample, StepMetrics, TokenStatistics
-from .checkpoints import Checkpoints, LoopState, settings_of
-from .proofs import CheckedLoop
+from .checked_loop import CheckedLoop
+from .checkpoints import Checkpoints, settings_of
 
 _MOST_LOSSES = 3  # deaths since the last checkpoint; more have a cause that a restart does not remove
 _ANSWER_S = 60.0  # an actor that answers later counts as lost if another has died
@@ -31,7 +32,7 @@ class RecoverableLoop(CheckedLoop):
         """Raises CheckpointError, before any actor is made, if the run cannot continue from the checkpoints."""
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         # What the curve depends on. Steps and their number do not matter to those that are done, but for the rates.
-        names = ("device", "ranks", "engines", "engine_ranks", "ranks_per_gpu", "seed", "zero_advantages", "model")
+        names = ("device", "ranks", "engines", "engine_ranks", "seed", "zero_advantages", "model")
         self._settings = {name: str(getattr(options, name)) for name in names} | settings_of(recipe, "recipe.")
         if self.checkpoints is not None:
             self.checkpoints.check_start(self._settings, options.resume)
@@ -85,7 +86,7 @@ class RecoverableLoop(CheckedLoop):
         kill = (role, self.steps_done + 1)
         if kill not in self._kills or (role, method) not in _WORK:
             return super().call(role, method, *arguments, **named)
-        self._kills.remove(kill)  # type: ignore[arg-type]
+        self._kills.remove(kill)
         calls = [getattr(actor, method).remote(*arguments, **named) for actor in self.actors[role]]
         self.say(f"drill: killing {role} {len(calls) - 1} in step {self.steps_done + 1}")
         ray.kill(self.actors[role][-1])
@@ -114,11 +115,15 @@ class RecoverableLoop(CheckedLoop):
         """Write the rest of the checkpoint and give it its name, after the whole step."""
         if self.checkpoints is None:
             return
-        engines = self.call("engine", "random_state")
-        statistics = asdict(self.statistics)
-        state = LoopState(
-            self.steps_done, self._settings, self.task.random_state(), engines, self.warm, statistics, dict(self.counts)
-        )
+        state = {
+            "step": self.steps_done,  # from which the learning rate follows
+            "settings": self._settings,
+            "task": self.task.random_state(),
+            "engines": self.call("engine", "random_state"),
+            "warm": self.warm,
+            "statistics": asdict(self.statistics),
+            "counts": self.counts,
+        }
         self.say(f"checkpoint: {self.checkpoints.commit(state)}")
         self._losses = 0
 
@@ -128,16 +133,14 @@ class RecoverableLoop(CheckedLoop):
         path, state = self.checkpoints.newest()
         self.enter("train")
         self.call("trainer", "load", path)
-        self.warm, self.statistics = state.warm, TokenStatistics(**state.statistics)
-        self.steps_done = state.step
-        self.counts.clear()
-        self.counts.update(state.counts)
+        self.steps_done, self.warm = state["step"], state["warm"]
+        self.statistics, self.counts = TokenStatistics(**state["statistics"]), Counter(state["counts"])
         self.bring_weights()
-        self.call("engine", "set_random_state", state.engines)
-        self.task.set_random_state(state.task)
+        self.call("engine", "set_random_state", state["engines"])
+        self.task.set_random_state(state["task"])
         self.goes_back = False
-        self.write_log({"went_back_to": state.step})
-        self.say(f"going on after step {state.step}, from {path}")
+        self.write_log({"went_back_to": self.steps_done})
+        self.say(f"going on after step {self.steps_done}, from {path}")
 
     def _replace_lost(self, error: Exception) -> None:
         """Replace all actors of each role in which one has died. Raises the error if none has."""

@@ -134,15 +134,10 @@ class Decoder:
         awaited = set(self.layout)
         for name, tensor in named_tensors:
             if name not in awaited:
-                known = (
-                    "comes twice; expected each once" if name in self.layout else "is unexpected; the model has none"
-                )
-                raise ValueError(f"weight {name!r} {known}")
+                raise ValueError(f"weight {name!r} is not expected; expected each of the model's once")
             part, dtype = self.layout[name], self.config.dtype
-            if tensor.shape != part.full_shape or tensor.dtype != dtype:
-                raise ValueError(
-                    f"weight {name!r} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {part.full_shape}"
-                )
+            if (tensor.dtype, tuple(tensor.shape)) != (expected := (dtype, part.full_shape)):
+                raise ValueError(f"weight {name!r} is {tensor.dtype} {tuple(tensor.shape)}; expected {expected}")
             self.parameters[name].copy_(part.of(tensor))
             awaited.remove(name)
         if awaited:

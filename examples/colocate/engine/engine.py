@@ -48,11 +48,7 @@ class Engine:
         self.device = torch.device(device)
         if self.device.type == "cuda":  # where kernels are launched and events recorded
             self.device = torch.device("cuda", torch.cuda.current_device())
-            if torch.device(device).index not in (None, self.device.index):
-                raise ValueError(f"device is {str(device)!r}; expected {str(self.device)!r}, the current one")
-        self.max_model_len = model.max_position if config.max_model_len is None else config.max_model_len
-        if self.max_model_len > model.max_position:
-            raise ValueError(f"max_model_len is {self.max_model_len}; expected at most {model.max_position}")
+        self.max_model_len = min(model.max_position, config.max_model_len or model.max_position)
         self.memory = EngineMemory(self.device) if memory is None else memory
         self.model = Decoder(model, self.memory.weights, self.memory.buffers, parallel)
         self.model.initialize(config.seed)
@@ -106,14 +102,11 @@ class Engine:
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
         """Queue one request; `step`, or a `drain`, works on it until its `finish_reason` is set.
 
-        "failed" if a step did, whether it was this request's or not. Raises ValueError for a prompt that is no list of
-        the model's tokens, or too long.
+        "failed" if a step did, whether it was this request's or not. Raises ValueError for a prompt that has other
+        tokens than the model, or is too long.
         """
-        for at, token in enumerate(prompt):
-            if not isinstance(token, int) or not 0 <= token < self.model_config.vocab_size:
-                raise ValueError(
-                    f"prompt has {token!r} at {at}; expected integers from 0 to {self.model_config.vocab_size - 1}"
-                )
+        if unknown := [token for token in prompt if not 0 <= token < self.model_config.vocab_size]:
+            raise ValueError(f"prompt has {unknown[0]!r}; expected tokens from 0 to {self.model_config.vocab_size - 1}")
         if not 1 <= len(prompt) < self.max_model_len:
             raise ValueError(f"prompt has {len(prompt)} tokens; expected 1 to {self.max_model_len - 1}")
         max_tokens = min(len(prompt) + sampling.max_new_tokens, self.max_model_len)
@@ -126,17 +119,16 @@ class Engine:
         self.scheduler.cancel(sequence)
 
     @torch.no_grad()
-    def step(self, use_graphs: bool = True, admit: bool = True) -> list[Sequence]:
+    def step(self, use_graphs: bool = True) -> list[Sequence]:
         """Launch the next step, then take the samples of the previous step while this one runs.
 
-        A step is a prefill of new requests, or one token for each that runs. Without `admit` waiting ones stay so.
-        Returns the requests that have one token more. If it fails, all requests are dropped, and the engine can go on
-        with new ones.
+        A step is a prefill of new requests, or one token for each that runs. Returns the requests that have one token
+        more. If it fails, all requests are dropped, and the engine can go on with new ones.
         """
         self.memory.check_active(use_graphs)
         try:
             advanced = self._follow_kv_cache()
-            step = self.scheduler.schedule(admit)
+            step = self.scheduler.schedule()
             readback = self.runner.launch(step, use_graphs)
             advanced += self.settle()
             self._in_flight = None if readback is None else (step, readback)
@@ -155,18 +147,10 @@ class Engine:
         self._in_flight = None
         return self.scheduler.update(step, tokens, logprobs)
 
-    def drain(self, finish: bool = True) -> None:
-        """Empty the KV cache of running requests, admit nothing, and wait for the device: before a pause.
-
-        They run to their end, unless one is preempted; with `finish` False they are put back, and computed anew later.
-        Requests that wait hold no blocks; the next `step` goes on with them.
-        """
+    def drain(self) -> None:
+        """Before a pause: put running requests back, to be computed anew later, and wait for the device."""
         self.settle()
-        if not finish:
-            self.scheduler.put_back_all()
-        while self.scheduler.running:
-            self.step(admit=False)
-        self.settle()
+        self.scheduler.put_back_all()
         self._synchronize()
 
     def drop_prefix_cache(self) -> None:
@@ -174,10 +158,7 @@ class Engine:
         self.blocks.drop_prefix_cache()
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite the weights by Hugging Face name (see `Decoder.load_weights`), and drop the prefix cache.
-
-        Needs the weights' region alone, and no running requests.
-        """
+        """Overwrite the weights (see `Decoder.load_weights`); drop the prefix cache. No requests may be running."""
         self._prepare_for_weights("take weights")
         self.model.load_weights(named_tensors)
 

@@ -9,7 +9,7 @@ _PREFILL_SIZES = (512, 1024, 1536, 2048)  # more tokens at once are not faster o
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes in sequences, blocks and tokens. Raises ValueError for an invalid one."""
+    """Sizes in sequences, blocks and tokens."""
 
     max_batch_size: int = 32  # sequences that run together
     block_size: int = 16  # tokens in a KV block
@@ -21,22 +21,6 @@ class EngineConfig:
     compile_batch_sizes: tuple[int, ...] = ()  # decode steps of these go through torch.compile
     seed: int = 0  # of sampling, 64 bits; of random weights, modulo 2**32
     prefix_cache: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch_size", "block_size", "max_prefill_tokens"):
-            check_integer(name, getattr(self, name))
-        check_integer("num_blocks", self.num_blocks, least=2)
-        check_integer("seed", self.seed, least=-(1 << 63), most=(1 << 63) - 1)
-        if self.max_model_len is not None:
-            check_integer("max_model_len", self.max_model_len, least=2)
-        for size in self.graph_batch_sizes or ():
-            check_integer("a size in graph_batch_sizes", size, most=self.max_batch_size)
-        for size in self.prefill_graph_sizes or ():
-            check_integer("a size in prefill_graph_sizes", size, most=self.max_prefill_tokens)
-        if not set(self.compile_batch_sizes) <= set(self.batch_sizes()):
-            raise ValueError(
-                f"compile_batch_sizes are {self.compile_batch_sizes}; expected some of {self.batch_sizes()}"
-            )
 
     def prefill_sizes(self, on_cuda: bool) -> tuple[int, ...]:
         """The token counts that prefill steps are padded to, ascending."""
@@ -60,10 +44,3 @@ class EngineConfig:
 def padded_to(count: int, sizes: tuple[int, ...]) -> int:
     """The next of the ascending `sizes`, or the count itself where there is none."""
     return next((size for size in sizes if size >= count), count)
-
-
-def check_integer(name: str, value: object, least: int = 1, most: int | None = None) -> None:
-    """Raise ValueError for a value that is not an integer in the range."""
-    if not isinstance(value, int) or value < least or (most is not None and value > most):
-        expected = f"of {least} or more" if most is None else f"from {least} to {most}"
-        raise ValueError(f"{name} is {value!r}; expected an integer {expected}")

@@ -79,13 +79,13 @@ class Scheduler:
             )
         self.waiting.append(sequence)
 
-    def schedule(self, admit: bool = True) -> Step:
-        """The next step, taken as launched. Without `admit` the waiting ones stay where they are.
+    def schedule(self) -> Step:
+        """The next step, taken as launched.
 
         Prompts go first, but no two steps of them in turn while others decode. A step without chunks has no work before
         the results in flight are read back.
         """
-        chunks = [] if self._prefilled and self.decoding else self._prefill(admit)
+        chunks = [] if self._prefilled and self.decoding else self._prefill()
         self._prefilled = bool(chunks)
         for chunk in chunks or (chunks := self._decode()):
             chunk.sequence.num_computed = chunk.stop
@@ -131,13 +131,13 @@ class Scheduler:
             self.cancel(sequence, "failed")
         self.blocks.drop_prefix_cache()
 
-    def _prefill(self, admit: bool) -> list[Chunk]:
+    def _prefill(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens
         for sequence in self.running:
             if not sequence.is_prefilled:
                 budget -= self._next_chunk(sequence, budget, chunks)
-        while admit and budget and self.waiting and len(self.running) < self.max_batch_size:
+        while budget and self.waiting and len(self.running) < self.max_batch_size:
             sequence = self.waiting[0]
             # A block stays free for each that runs: a new request must not take the block that they need next.
             if not self.blocks.allocate(sequence, reserve=len(self.running)):

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..collectives import all_gather_tensor
-
 
 class Parallel:
     """This process's rank among those that hold one model; by default it is alone, and nothing is sent."""
@@ -34,7 +32,9 @@ class Parallel:
         if self.size == 1:
             return x_TV
         gathered = torch.empty((self.size, *x_TV.shape), dtype=x_TV.dtype, device=x_TV.device)
-        all_gather_tensor(gathered.flatten(0, 1), x_TV.contiguous(), self.group)
+        # torch 2.13 deprecates the name that is the only one before it.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered.flatten(0, 1), x_TV.contiguous(), group=self.group)
         return gathered.transpose(0, 1).flatten(1)
 
 

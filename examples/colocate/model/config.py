@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -16,21 +15,12 @@ class RopeScaling:
 
     Frequencies whose wave is longer than original_max_position / low_freq_factor tokens are divided by `factor`, those
     whose wave is shorter than original_max_position / high_freq_factor are kept, those in between change by degrees.
-    Raises ValueError for values that are not positive, or a high factor that is not the larger one.
     """
 
     factor: float
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192  # tokens
-
-    def __post_init__(self) -> None:
-        _check_positive(self, (int, float), *self.__dataclass_fields__)
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
-                f"high_freq_factor is {self.high_freq_factor}; expected more than low_freq_factor, "
-                f"{self.low_freq_factor}"
-            )
 
 
 @dataclass(frozen=True)
@@ -57,21 +47,10 @@ class ModelConfig:
     qkv_bias: bool = False
 
     def __post_init__(self) -> None:
-        _check_positive(self, (int,), *list(self.__dataclass_fields__)[:8])
-        _check_positive(self, (int, float), "rope_theta", "norm_eps")
         if self.dtype not in _FLOATING:
             raise ValueError(f"dtype is {self.dtype}; expected one of {', '.join(map(str, _FLOATING))}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads is {self.num_heads}; expected a multiple of num_kv_heads, {self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; expected an even number, rotary embeddings turn pairs")
-
-
-def _check_positive(config: Any, kinds: tuple[type, ...], *names: str) -> None:
-    for name in names:
-        value: Any = getattr(config, name)
-        if type(value) not in kinds or not value > 0:
-            raise ValueError(f"{name} is {value!r}; expected a positive {'number' if float in kinds else 'integer'}")
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .config import ModelConfig, RopeScaling
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 _MODEL_TYPES = ("qwen2", "qwen3", "llama")
 # Settings that would change the arithmetic, and the values that the decoder has.
 _FIXED = {
@@ -33,64 +32,51 @@ class FolderError(ValueError):
 def load_config(folder: Path, dtype: torch.dtype | None = None) -> ModelConfig:
     """The configuration that config.json describes, in its dtype or the one given.
 
-    Reads the spellings of transformers 4 and 5. Raises FolderError for a missing setting, and for each one that would
-    change the arithmetic in a way that is not built here.
+    Raises FolderError for a folder without one, and for each setting that would change the arithmetic in a way that is
+    not built here.
     """
-    path = folder / "config.json"
-    values = {name: value for name, value in _json(path).items() if value is not None}
+    from transformers import AutoConfig  # slow to import
+
     try:
-        return _config(values, dtype)
-    except KeyError as error:
-        raise FolderError(f"{path}: {error.args[0]} is missing; expected a value") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise FolderError(f"{path}: {error}") from error
+        return _config(AutoConfig.from_pretrained(folder, local_files_only=True), dtype)
+    except Exception as error:  # transformers has many kinds
+        raise FolderError(f"{folder}: {error}; expected the config.json of a model") from error
 
 
-def _config(values: dict[str, Any], dtype: torch.dtype | None) -> ModelConfig:
-    kind = values.get("model_type")
+def _config(found: Any, dtype: torch.dtype | None) -> ModelConfig:
+    kind, rope = found.model_type, getattr(found, "rope_parameters", {})
     if kind not in _MODEL_TYPES:
         raise ValueError(f"model_type is {kind!r}; expected one of {', '.join(_MODEL_TYPES)}")
-    # Transformers 5 keeps all of the rotary embedding in rope_parameters, 4 the base beside rope_scaling.
-    rope = values.get("rope_scaling", values.get("rope_parameters", {}))
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_scaling is {rope!r}; expected an object")
     for name, supported in _FIXED.items():
-        value = rope.get(name, values.get(name, supported))
+        value = rope.get(name, getattr(found, name, supported))
         if value != supported:
             raise ValueError(f"{name} is {value!r}; expected {supported!r}, no other is supported")
-    if not set(values.get("layer_types", ())) <= {"full_attention"}:
-        raise ValueError(f"layer_types are {sorted(set(values['layer_types']))}; expected only full_attention")
-    name = str(values.get("dtype", values.get("torch_dtype", "float32"))).removeprefix("torch.")
-    if dtype is None and name not in DTYPES:
-        raise ValueError(f"dtype is {name!r}; expected one of {', '.join(DTYPES)}")
-    num_heads, hidden = values["num_attention_heads"], values["hidden_size"]
+    layers = set(getattr(found, "layer_types", None) or ())
+    if not layers <= {"full_attention"}:
+        raise ValueError(f"layer_types are {sorted(layers)}; expected only full_attention")
+    scaling = None
+    if rope["rope_type"] != "default":
+        if rope["rope_type"] != "llama3":
+            raise ValueError(f"rope_type is {rope['rope_type']!r}; expected 'default' or 'llama3'")
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        scaling = RopeScaling(*(rope[name] for name in names))
     return ModelConfig(
-        vocab_size=values["vocab_size"],
-        hidden_size=hidden,
-        num_layers=values["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=values.get("num_key_value_heads", num_heads),
-        head_dim=values.get("head_dim", 128 if kind == "qwen3" else hidden // num_heads),
-        intermediate_size=values["intermediate_size"],
-        max_position=values["max_position_embeddings"],
-        rope_theta=rope.get("rope_theta", values.get("rope_theta", 10000.0)),
-        norm_eps=values.get("rms_norm_eps", 1e-6),
+        vocab_size=found.vocab_size,
+        hidden_size=found.hidden_size,
+        num_layers=found.num_hidden_layers,
+        num_heads=found.num_attention_heads,
+        num_kv_heads=found.num_key_value_heads,
+        head_dim=getattr(found, "head_dim", None) or found.hidden_size // found.num_attention_heads,
+        intermediate_size=found.intermediate_size,
+        max_position=found.max_position_embeddings,
+        rope_theta=rope["rope_theta"],
+        norm_eps=found.rms_norm_eps,
         qk_norm=kind == "qwen3",
-        tie_word_embeddings=values.get("tie_word_embeddings", False),
-        dtype=dtype or DTYPES[name],
-        rope_scaling=_rope_scaling(rope),
+        tie_word_embeddings=found.tie_word_embeddings,
+        dtype=dtype or found.dtype or torch.float32,
+        rope_scaling=scaling,
         qkv_bias=kind == "qwen2",
     )
-
-
-def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise ValueError(f"rope_type is {kind!r}; expected 'default' or 'llama3'")
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return RopeScaling(*(rope[name] for name in names))
 
 
 @contextmanager
@@ -104,11 +90,13 @@ def parameters(folder: Path) -> Iterator[Mapping[str, Any]]:
 
     index = folder / "model.safetensors.index.json"
     try:
-        names = set(_json(index)["weight_map"].values()) if index.exists() else {"model.safetensors"}
+        names = {"model.safetensors"}
+        if index.exists():
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         with ExitStack() as stack:
             files = [stack.enter_context(safe_open(folder / name, "pt", device="cpu")) for name in sorted(names)]
             yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 no dictionary
-    except (OSError, KeyError, SafetensorError) as error:
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise FolderError(f"{folder}: {error!r}; expected the model's parameters in safetensors") from error
 
 
@@ -122,15 +110,3 @@ def named_tensors(folder: Path, dtype: torch.dtype | None = None) -> Iterator[tu
         for name, each in stored.items():
             if not (tied and name == "lm_head.weight"):
                 yield name, each[:].to(dtype)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FolderError(f"{path}: {error.strerror}; expected a Hugging Face checkpoint's file") from error
-    except ValueError as error:
-        raise FolderError(f"{path}: {error}; expected JSON") from error
-    if not isinstance(values, dict):
-        raise FolderError(f"{path}: holds a {type(values).__name__}; expected an object")
-    return values

@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt and its completion, as token ids.
+    """A prompt and its completion, as token ids, a token or more of each.
 
     `logprobs`: of the completion's tokens, in nats, from the program that sampled them; None: zeros. `advantage`: the
     worth of the completion. Both matter to policy-gradient steps alone.
@@ -25,12 +25,6 @@ class Sample:
     completion: list[int]
     logprobs: list[float] | None = None
     advantage: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.prompt or not self.completion:
-            raise ValueError(f"prompt is {self.prompt}, completion {self.completion}; expected a token or more in each")
-        if self.logprobs is not None and len(self.logprobs) != len(self.completion):
-            raise ValueError(f"there are {len(self.logprobs)} log-probabilities of {len(self.completion)} tokens")
 
     @property
     def length(self) -> int:

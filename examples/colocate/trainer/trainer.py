@@ -16,13 +16,31 @@ from torch.distributed.tensor import DTensor
 from ..grpo import importance_weights, policy_loss
 from ..model import ModelConfig, bit_sum
 from ..model.layers import rotary_tables
-from . import checkpoint
+from . import state_files
 from .batch import MicroBatch, RankBatch, Sample
-from .config import TrainerConfig
-from .memory import TrainerMemory, local, own_rows
-from .model import CausalLM, initial_deviation
+from .causal_lm import CausalLM
 from .statistics import TokenStatistics
+from .trainer_memory import TrainerMemory, local, own_rows
 from .weights import WeightWriter
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Of AdamW without weight decay, so that a step without a gradient changes nothing, and of the computation.
+
+    Parameters, gradients and moments are in fp32, whatever `dtype` is.
+    """
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    clip: float = 0.2  # how far the policy's ratio counts, to either side of one
+    weight_cap: float = 2.0  # of the importance weights for tokens that another program sampled
+    temperature: float = 1.0  # of the sampled distribution: logits are divided by it
+    seed: int = 0  # of random initial weights
+    dtype: torch.dtype = torch.float32  # of activations and gathered parameters
+    micro_batch_tokens: int = 16384  # that pass through the model at once; a longer sequence passes alone
+    logit_chunk: int = 1024  # tokens whose logits are in memory at once
+    checkpoint_layers: bool = True  # keep a layer's input alone, and compute the rest again in the backward pass
 
 
 @dataclass(frozen=True)
@@ -76,15 +94,14 @@ class Trainer:
             self.model = CausalLM(model, config.checkpoint_layers)
         # Inputs are not cast: the rotary tables stay in fp32, as those of the engine.
         precision = MixedPrecisionPolicy(config.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for layer in self.model.model.layers:
+        for layer in self.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
         self.memory.place_params(self.model)
-        self.model.tie()
         if folder is None:
             self._initialize()
         else:
-            checkpoint.load_pretrained(self.model, folder)
+            state_files.load_pretrained(self.model, folder)
         parameters = self.model.parameters()
         self.optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=config.betas, weight_decay=0.0, fused=True)
         self.memory.place_state(self.optimizer)
@@ -118,7 +135,7 @@ class Trainer:
                 weights_N = importance_weights(policy_N, each.behaviour_N, cap)
                 parts.append(TokenStatistics.of(policy_N, each.behaviour_N, entropy_N, variance_N, cap))
                 found.append(replace(each, behaviour_N=policy_N, weights_N=weights_N))
-        checkpoint.reshard(self.model)  # without a backward pass the root would stay gathered, and get stale
+        state_files.reshard(self.model)  # without a backward pass the root would stay gathered, and get stale
         return replace(dealt, micro_batches=found), TokenStatistics.joined(parts)
 
     def train_step(self, batch: RankBatch, learning_rate: float) -> StepMetrics:
@@ -141,16 +158,16 @@ class Trainer:
                 local(tensor).zero_()
 
     def save(self, folder: Path) -> None:
-        """Write parameters and optimizer state: see `checkpoint.save`."""
-        checkpoint.save(self.model, self.optimizer, folder)
+        """Write parameters and optimizer state: see `state_files.save`."""
+        state_files.save(self.model, self.optimizer, folder)
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint of the same number of ranks, in place. Raises CheckpointError."""
-        checkpoint.load(self.model, self.optimizer, folder)
+        state_files.load(self.model, self.optimizer, folder)
 
     def checksums(self) -> dict[str, int]:
         """By name, the `bit_sum` of this rank's shards of parameters and moments, and of the step counters."""
-        tensors = checkpoint.tensors(self.model, self.optimizer)
+        tensors = state_files.tensors(self.model, self.optimizer)
         sums = torch.stack([bit_sum(local(tensor)) for tensor in tensors.values()])
         return dict(zip(tensors, sums.tolist()))
 
@@ -201,9 +218,8 @@ class Trainer:
         """The same values however many ranks share them: each draws the whole tensor and keeps its part."""
         generator = torch.Generator(self.device).manual_seed(self.config.seed)
         for name, parameter in self.model.named_parameters():
-            deviation = initial_deviation(name, parameter.shape)
             full = torch.full(parameter.shape, 0.0 if name.endswith(".bias") else 1.0, device=self.device)
-            if deviation is not None:
-                full.normal_(0.0, deviation, generator=generator)
+            if full.dim() > 1:
+                full.normal_(0.0, 0.5 if "embed_tokens" in name else full.shape[1] ** -0.5, generator=generator)
             rows, first = own_rows(parameter)
             rows.copy_(full[first : first + len(rows)])

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..collectives import all_gather_tensor
 from ..model import WeightPart, bit_sum
-from .memory import own_rows
+from .trainer_memory import own_rows
 
 Rows = tuple[Tensor, int]  # some rows of a parameter, and the number of the first
 
@@ -48,8 +47,10 @@ class WeightWriter:
         if not gather:
             return sum(_copy(self._rows, engine) for engine in engines)
         written = 0
-        for name in self._parameters:
-            full = self._gathered(name)
+        for name, parameter in self._parameters.items():
+            cast = parameter.detach().to(self.dtype)  # before it is sent: 16 bits, not 32
+            assert isinstance(cast, DTensor)
+            full = cast.full_tensor()
             written += sum(_copy({name: (full, 0)}, engine) for engine in engines)
         return written
 
@@ -60,20 +61,6 @@ class WeightWriter:
         sums = torch.stack([bit_sum(part.to(self.dtype)) for part in parts])
         dist.all_reduce(sums)
         return dict(zip(layout, sums.tolist()))
-
-    def _gathered(self, name: str) -> Tensor:
-        """The full parameter, cast before it is sent: 16 bits halve the traffic of 32."""
-        parameter, (rows, _) = self._parameters[name], self._rows[name]
-        assert isinstance(parameter, DTensor)
-        group = parameter.device_mesh.get_group()
-        ranks = dist.get_world_size(group)
-        # Ranks that share a GPU: gloo's gathering on CUDA ended the process (torch 2.11), on the CPU it works.
-        device = torch.device("cpu") if dist.get_backend(group) == "gloo" else rows.device
-        mine = torch.zeros((-(-len(parameter) // ranks), *parameter.shape[1:]), dtype=self.dtype, device=device)
-        mine[: len(rows)] = rows
-        everyone = mine.new_empty((ranks * len(mine), *parameter.shape[1:]))
-        all_gather_tensor(everyone, mine, group)
-        return everyone[: len(parameter)]  # the padding of short shards stands at the end
 
     def _check(self, engine: EngineWeights) -> None:
         expected, device = self._parameters.keys(), next(iter(engine.tensors.values())).device

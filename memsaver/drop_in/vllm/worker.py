@@ -8,20 +8,26 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from memsaver import config
+from memsaver import _moves, config
 from memsaver.drop_in import DropInError
+from memsaver.drop_in.tagged import TaggedRegions
 from memsaver.drop_in.vllm import ranks
 
 transfers_kv = False  # vLLM has a KV connector, which may export the memory of the KV cache
 
 
 def install(module: ModuleType) -> tuple[()]:
-    """Replaces the constructor of ``Worker``, and ``sleep``, ``wake_up`` and, from vLLM 0.31 on, ``discard``."""
+    """Replaces the constructor of ``Worker``, and ``sleep``, ``wake_up`` and, from vLLM 0.31 on, ``discard``.
+
+    With ``MEMSAVER_STALE``, ``execute_model`` as well.
+    """
     worker, logger = module.Worker, module.logger
     worker.__init__ = _without_transfer(worker.__init__)
     for name in ("sleep", "wake_up", "discard"):
         if hasattr(worker, name):
             setattr(worker, name, _settled(getattr(worker, name), logger))
+    if _moves.stale() != "off":
+        worker.execute_model = _checked(worker.execute_model)
     return ()
 
 
@@ -54,6 +60,25 @@ def _without_transfer(original: Callable[..., None]) -> Callable[..., None]:
         original(self, vllm_config, *args, **kwargs)
 
     return init
+
+
+def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``execute_model``. Before the first forward pass after a wake-up, all tensors of the model must be written."""
+
+    @functools.wraps(original)
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from memsaver._torch import stale
+
+        regions = [each for _, each in TaggedRegions("vllm").all()]
+        if stale.is_pending(regions):
+            stale.name_tensors(self.get_model())
+            draft = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+            if draft is not None:
+                stale.name_tensors(draft, "drafter.")
+            stale.check_first_use(regions)
+        return original(self, *args, **kwargs)
+
+    return execute_model
 
 
 def _settled(original: Callable[..., Any], logger: logging.Logger) -> Callable[..., Any]:

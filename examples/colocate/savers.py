@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -27,7 +27,7 @@ import memsaver
 from .engine.engine_memory import EngineMemory
 from .model import WeightPart
 from .trainer import EngineWeights
-from .trainer.memory import TrainerMemory
+from .trainer.trainer_memory import TrainerMemory
 from .trainer.weights import WeightWriter
 
 
@@ -51,16 +51,8 @@ class Resident(memsaver.Guest):
         with self:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def placed(self) -> AbstractContextManager[None]:
-        """Around allocations."""
-        return nullcontext()
-
-    def __enter__(self) -> None:
-        self._inside = self.placed()
-        self._inside.__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        self._inside.__exit__(*raised)
+    def __enter__(self) -> None: ...
+    def __exit__(self, *raised: Any) -> None: ...
 
     def check_active(self, purpose: str) -> None:
         if not self.is_active:
@@ -112,8 +104,12 @@ class Tagged(Resident):
         self.saver.retain_cpu_backup = True  # else each pause pins its backup anew, which takes seconds
         super().__init__(tag, device, backup)
 
-    def placed(self) -> AbstractContextManager[None]:
-        return self.saver.region(tag=self.name, enable_cpu_backup=self.backup == "host")
+    def __enter__(self) -> None:
+        self._inside = self.saver.region(tag=self.name, enable_cpu_backup=self.backup == "host")
+        self._inside.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._inside.__exit__(*raised)
 
     def leave(self) -> None:
         self.is_active = False

@@ -21,7 +21,7 @@ from ..recipes import Recipe
 from ..rollout import Rollout
 from ..task import Task
 from ..trainer import Sample, StepMetrics, TokenStatistics
-from .actors import CheckedEngine, CheckedTrainer, CheckError
+from .checked_actors import CheckedEngine, CheckedTrainer, CheckError
 
 # Nats between the engine's log-probability of a token and the trainer's: of one token at most, and in the mean. Wrong
 # weights, masks or positions make gaps of several nats. In fp32 sums have another order; bf16 rounds each activation.

@@ -39,16 +39,9 @@ class TrainerMemory:
         self.params, self.optimizer, self.grads = (regions[tag] for tag in self.BACKUPS)
 
     def place_params(self, model: nn.Module) -> None:
-        """Give a sharded model on the meta device its memory. Tied weights share it, and have to be tied again."""
-        made: dict[Tensor, Tensor] = {}
-
-        def place(tensor: Tensor) -> Tensor:
-            if tensor not in made:  # tied weights come twice
-                made[tensor] = zeros_in(self.params, tensor)
-            return made[tensor]
-
+        """Give a sharded model on the meta device its memory."""
         with self.params:  # where FSDP2 pads a shard
-            model._apply(place)
+            model._apply(lambda parameter: zeros_in(self.params, parameter))
 
     def place_state(self, optimizer: torch.optim.AdamW) -> None:
         """Make zero gradients, to which backward adds where they are, and the state of AdamW's first step."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import FSDPModule
 
 from ..model import folder as folders
-from .memory import own_rows
+from .trainer_memory import own_rows
 
 METADATA = ".metadata"  # the last file that is written
 
@@ -23,10 +25,8 @@ class CheckpointError(RuntimeError):
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
     """Write this rank's shards, synced to disk. A collective; all ranks share the folder."""
-    try:
+    with _failing(f"written to {str(folder)!r}"):
         dcp.save(tensors(model, optimizer), storage_writer=FileSystemWriter(folder, sync_files=True))
-    except (Exception, CheckpointException) as error:  # torch's own is no Exception
-        raise _failure("written to", folder, error) from None
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
@@ -34,10 +34,8 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> No
     if not (folder / METADATA).is_file():  # the same on all ranks, and clearer than the error of torch
         raise CheckpointError(f"{str(folder)!r} has no file {METADATA!r}; expected a folder that a trainer wrote")
     reshard(model)  # parameters that a failed call left gathered would be stale
-    try:
+    with _failing(f"read from {str(folder)!r}"):
         dcp.load(tensors(model, optimizer), storage_reader=FileSystemReader(folder))
-    except (Exception, CheckpointException) as error:
-        raise _failure("read from", folder, error) from None
 
 
 @torch.no_grad()
@@ -72,8 +70,12 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def _failure(verb: str, folder: Path, error: BaseException) -> CheckpointError:
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
     """With each rank's reason in a line: torch's own error holds their stacks, and does not pickle."""
-    causes = error.failures if isinstance(error, CheckpointException) else {}
-    said = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in causes.items()) or repr(error)
-    return CheckpointError(f"the trainer's state could not be {verb} {str(folder)!r}: {said}")
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        causes = error.failures if isinstance(error, CheckpointException) else {}
+        said = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in causes.items()) or repr(error)
+        raise CheckpointError(f"the trainer's state could not be {what}: {said}") from None

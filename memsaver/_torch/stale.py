@@ -1,0 +1,216 @@
+"""Tensors that were not written since their memory came back without contents.
+
+A resume fills such memory with a random pattern of 128 bits. 64 bytes that still hold it were not written.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memsaver import _moves
+from memsaver._adapter import loaded
+from memsaver._torch.checksums import bytes_at
+from memsaver.errors import Error, StaleError
+from memsaver.regions import Ranges, Region, Selection, find, outside
+
+_PIECE = 64  # bytes
+_LEAST = 4  # bytes of a tensor: shorter ones may have the pattern by chance
+_STEP = 1 << 26  # bytes at once: the results of comparisons take as much, or an eighth
+_MOST_NAMED = 20  # in an error
+_GRANULE = 512  # of allocations on the host driver, whose requested sizes are not known
+
+
+@dataclass
+class _Fill:
+    pattern: Tensor  # uint8 [64], on the CPU: four times the same 16 bytes
+    blocks: dict[int, int]  # address and bytes of the allocations
+
+
+_fills: weakref.WeakKeyDictionary[Region, _Fill] = weakref.WeakKeyDictionary()
+_names: dict[str, weakref.ref[Tensor]] = {}
+
+
+def name_tensors(module: torch.nn.Module, prefix: str = "") -> None:
+    """Gives names to parameters and buffers, for the errors of ``memsaver.check_written()``.
+
+    Args:
+        module: The module. Its tensors are not kept alive.
+        prefix: Begins each name.
+
+    Raises:
+        TypeError: ``module`` is not a torch.nn.Module.
+
+    Examples:
+        >>> memsaver.name_tensors(torch.nn.Linear(2, 2), prefix="draft.")
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module is {module!r}, expected a torch.nn.Module")
+    for name in [name for name, found in list(_names.items()) if found() is None]:
+        _names.pop(name, None)
+    named = itertools.chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    )
+    for name, tensor in named:
+        _names[prefix + name] = weakref.ref(tensor)
+
+
+def check_written(tags: Selection = None) -> None:
+    """Raises an error if tensors were not written since their region came back without contents.
+
+    ``configure(stale=...)`` turns the check on: from then on a resume without contents fills the memory of allocations
+    with a random pattern. Memory that is written while it is used is left out: regions with ``written_in_use=True``,
+    and pools of graphs. Tensors below 4 bytes are not checked, nor is memory that was allocated after the resume. In a
+    pool of torch on a CUDA device, an allocation takes the place of a freed one unseen. On the host driver, allocations
+    up to 512 bytes need names.
+
+    Args:
+        tags: A tag, a Region, several of either, or None for all regions.
+
+    Raises:
+        StaleError: Tensors were not written. It names those with names of ``memsaver.name_tensors()``, and the regions
+            and addresses of others.
+        memsaver.Error: ``configure(stale=...)`` is ``"off"``.
+        ValueError: A tag has no region.
+
+    Examples:
+        >>> memsaver.configure(stale="check")
+        >>> weights = memsaver.region("weights", device="cpu")
+        >>> layer = torch.nn.Linear(64, 64)
+        >>> layer.weight = torch.nn.Parameter(weights.empty((64, 64)))
+        >>> memsaver.name_tensors(layer)
+        >>> _ = weights.pause(), weights.resume()
+        >>> memsaver.check_written("weights")
+        Traceback (most recent call last):
+        memsaver.errors.StaleError: 1 tensor was not written since its memory came back: weight (16384 of 16384 bytes)
+        >>> memsaver.configure(stale="off")
+    """
+    if _moves.stale() == "off":
+        raise Error("stale is 'off': nothing is known. Expected configure(stale='check'), 'warn' or 'raise' before")
+    _raise(find(tags))
+
+
+def is_pending(regions: Iterable[Region]) -> bool:
+    """Whether check_first_use() has to look at one of these regions."""
+    return bool(_fills) and _moves.stale() in ("warn", "raise") and any(each in _fills for each in regions)
+
+
+def check_first_use(regions: Sequence[Region]) -> None:
+    """The check at the first use of regions after a resume, by the option: an error, a warning or none."""
+    if not is_pending(regions):
+        return
+    chosen = [each for each in regions if each in _fills]
+    try:
+        _raise(chosen)
+    except StaleError as error:
+        if _moves.stale() == "raise":
+            raise
+        for each in chosen:
+            _fills.pop(each, None)
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
+
+
+def fill(region: Region) -> None:
+    """Fills the allocations of a region that is mapped and unused. The caller waits for the device."""
+    # No byte is 0, 1 or 255, as those of masks and flags are.
+    pattern = bytes(0x90 + secrets.randbelow(0x60) for _ in range(16)) * (_PIECE // 16)
+    made = _Fill(torch.frombuffer(bytearray(pattern), dtype=torch.uint8), dict(_blocks(region)))
+    with outside(), torch.no_grad():
+        on_device = made.pattern.to(region.device)
+        for address, nbytes in made.blocks.items():
+            memory, whole = bytes_at(region.device, address, nbytes), nbytes // _PIECE * _PIECE
+            memory[:whole].view(-1, _PIECE).copy_(on_device)
+            memory[whole:].copy_(on_device[: nbytes - whole])
+    _fills[region] = made
+
+
+def allocated(region: Region, address: int) -> None:
+    """An allocation was made at this address, in the place of a freed one."""
+    if (found := _fills.get(region)) is not None:
+        found.blocks.pop(address, None)
+
+
+def forget_all() -> None:
+    _fills.clear()
+
+
+def _blocks(region: Region) -> Ranges:
+    """Address and bytes of each allocation. With a pool of torch the requested bytes, else rounded up to 512."""
+    router = loaded()
+    known = router.blocks(region) if router is not None else None
+    return list(region._core.segments()) if known is None else known
+
+
+def _raise(regions: Iterable[Region]) -> None:
+    chosen = [each for each in regions if each in _fills and not each._handle.closed and each.state == "active"]
+    found = [each for region in chosen for each in _unwritten(region, _fills[region])]
+    if not found:
+        for each in chosen:
+            _fills.pop(each, None)
+        return
+    names = ", ".join(f"{name} ({stale} of {nbytes} bytes)" for name, nbytes, stale in found[:_MOST_NAMED])
+    more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+    many = (
+        f"{len(found)} tensors were not written since their" if len(found) > 1 else "1 tensor was not written since its"
+    )
+    raise StaleError(f"{many} memory came back: {names}{more}", tensors=found)
+
+
+def _unwritten(region: Region, made: _Fill) -> Iterator[tuple[str, int, int]]:
+    """Name, bytes, and bytes that hold the pattern."""
+    now = dict(_blocks(region))
+    router = loaded()
+    is_exact = router is not None and router.blocks(region) is not None
+    named: dict[int, list[tuple[str, int, int]]] = {}
+    kept = sorted(address for address, nbytes in made.blocks.items() if now.get(address) == nbytes)
+    for name, address, nbytes in _named():
+        for block in kept:
+            if block <= address and address + nbytes <= block + made.blocks[block]:
+                named.setdefault(block, []).append((name, address, nbytes))
+    for block in kept:
+        nbytes = made.blocks[block]
+        if block in named:
+            parts = named[block]
+        else:  # of a rounded size, all but the last bytes are of the tensor for sure
+            size = nbytes if is_exact else nbytes - _GRANULE
+            parts = [(f"region {region.tag!r} at {block:#x}", block, size)]
+        for name, address, size in parts:
+            stale = _count(region.device, address, size, torch.roll(made.pattern, -((address - block) % 16)))
+            if stale:
+                yield name, size, stale
+
+
+def _named() -> Iterator[tuple[str, int, int]]:
+    """Name, address and bytes of the tensors with names that are alive."""
+    for name, found in list(_names.items()):
+        if (tensor := found()) is not None:
+            local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+            if local.is_contiguous():
+                yield name, local.data_ptr(), local.nbytes
+            else:
+                yield name, local.untyped_storage().data_ptr(), local.untyped_storage().nbytes()
+
+
+@torch.no_grad()
+def _count(device: str, address: int, nbytes: int, pattern: Tensor) -> int:
+    """The bytes that hold the pattern, in pieces of 64 bytes. A shorter tensor holds it whole or not."""
+    if nbytes < _LEAST:
+        return 0
+    with outside():
+        pattern = pattern.to(device)
+        memory = bytes_at(device, address, nbytes)
+        if nbytes < _PIECE:
+            return nbytes if bool((memory == pattern[:nbytes]).all()) else 0
+        whole, count = memory[: nbytes // _PIECE * _PIECE], 0
+        if address % 8 == 0:
+            whole, pattern = whole.view(torch.int64), pattern.view(torch.int64)
+        for part in whole.split(_STEP):
+            count += int((part.view(-1, pattern.numel()) == pattern).all(1).sum())
+        return count * _PIECE

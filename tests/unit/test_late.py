@@ -1,0 +1,396 @@
+"""Late and lingering regions of a phase: they move while its work goes on, and the first use of a late one waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import memsaver
+from tests import controls
+from tests.support import MIB, Block, Fill, until
+
+Make = Callable[..., memsaver.Region]
+
+
+@pytest.fixture(autouse=True)
+def no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memsaver.turns.phases, "_phases", {})
+
+
+class Sides:
+    """Three regions. In the phase "train" the parameters are resident, the optimizer is late, and the cache lingers."""
+
+    def __init__(self, make: Make) -> None:
+        self.params, self.optimizer, self.cache = make("host"), make("host"), make("host")
+        self.regions = [self.params, self.optimizer, self.cache]
+        self.blocks = [Block(each, 3 * MIB, seed=number) for number, each in enumerate(self.regions)]
+        memsaver.define_phase("rollout", self.cache)
+        memsaver.define_phase("train", self.params, late=self.optimizer, lingering=self.cache)
+        with memsaver.phase("rollout"):
+            pass
+
+    @property
+    def states(self) -> list[str]:
+        return [each.state for each in self.regions]
+
+
+@pytest.fixture
+def sides(make: Make) -> Sides:
+    return Sides(make)
+
+
+def test_the_phase_begins_without_late_and_lingering_regions(sides: Sides) -> None:
+    with controls.held("cuMemUnmap"):  # the lingering region cannot leave
+        with memsaver.phase("train") as moved:
+            assert (moved.paused, moved.resumed) == ((), (sides.params.tag,))
+            assert sides.params.state == "active" and sides.optimizer.state != "active"
+            sides.blocks[0].check()
+    sides.optimizer.wait()
+    sides.blocks[1].check()
+    sides.cache.resume()  # after its pause
+    sides.blocks[2].check()
+    kinds = [(each.pause, each.resume) for each in memsaver.history()[-3:]]
+    later = (sides.cache.tag,), (sides.optimizer.tag,)
+    assert kinds == [((), (sides.params.tag,)), later, ((), (sides.cache.tag,))]
+
+
+@pytest.mark.parametrize("use", ["enter", "empty", "wait", "step"])
+def test_the_first_use_waits(sides: Sides, use: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight])
+    memsaver.wait_before_step(optimizer, sides.optimizer)
+    states: list[str] = []
+
+    def first() -> None:
+        if use == "enter":
+            with sides.optimizer:
+                states.append(sides.optimizer.state)
+            return
+        if use == "empty":
+            sides.optimizer.empty(3)
+        elif use == "wait":
+            sides.optimizer.wait()
+        else:
+            optimizer.step()
+        states.append(sides.optimizer.state)
+
+    with controls.held("cuMemUnmap"):
+        with memsaver.phase("train"):
+            thread = threading.Thread(target=first)
+            thread.start()
+            with pytest.raises(memsaver.WaitTimeoutError, match="comes late in phase 'train'") as raised:
+                sides.optimizer.wait(timeout=0.05)
+            assert raised.value.stage == "late" and not states
+    thread.join()
+    assert states == ["active"]
+    sides.blocks[1].check()
+
+
+@contextmanager
+def failing(stage: str, sides: Sides) -> Iterator[type[Exception]]:
+    """Lets the transition of late and lingering regions fail in this stage. Gives the class of its error."""
+    if stage == "memory":
+        memsaver.define_phase("train", sides.params, late=sides.optimizer)
+        with memsaver.phase("train"):  # the parameters take their memory before the device is full
+            sides.optimizer.wait()
+        sides.optimizer.pause()
+        with Fill():
+            yield memsaver.OutOfMemoryError
+    elif stage == "backup":
+        sides.blocks.append(Block(sides.cache, 64 * MIB))  # more than idle host memory
+        memsaver.configure(host_limit=1)
+        yield memsaver.BackupError
+        memsaver.configure(host_limit=None)
+    elif stage == "guests":
+
+        class Guest(memsaver.Guest):
+            def leave(self) -> None:
+                raise LookupError("busy")
+
+        guest = Guest("late test", sides.cache.tag)
+        memsaver.register(guest)
+        yield memsaver.GuestError
+        memsaver.unregister(guest)
+    else:
+        controls.fail("cuMemSetAccess", 999, 1 << 40, after=1)  # the parameters have their access by then
+        yield memsaver.DriverError
+        controls.disarm()
+
+
+@pytest.mark.parametrize("stage", ["memory", "backup", "guests", "move"])
+def test_an_error_of_a_late_region_is_raised_at_its_first_use(sides: Sides, stage: str) -> None:
+    with failing(stage, sides) as kind:
+        with memsaver.phase("train"):
+            for _ in range(2):
+                with pytest.raises(kind, match="^phase 'train', late regions: ") as raised:
+                    sides.optimizer.wait()
+                assert isinstance(raised.value, memsaver.Error) and raised.value.phase == "train"
+            with pytest.raises(kind), sides.optimizer:
+                pass
+        assert sides.optimizer.state == "paused"
+    sides.optimizer.resume()
+    sides.optimizer.wait()
+    sides.blocks[1].check()
+    for each in (sides.cache, sides.params):
+        each.resume()
+    sides.blocks[2].check()
+
+
+def test_the_next_phase_forgets_the_errors_of_the_last_one(sides: Sides) -> None:
+    with failing("guests", sides), memsaver.phase("train"):
+        with pytest.raises(memsaver.GuestError):
+            sides.optimizer.wait()
+    with memsaver.phase("rollout"), pytest.raises(memsaver.RegionPausedError, match="is paused: it cannot be used"):
+        sides.optimizer.wait()
+    with memsaver.phase("train"):
+        sides.optimizer.wait()
+    sides.blocks[1].check()
+
+
+def test_policies_of_a_phase_apply_to_late_and_lingering_regions(sides: Sides) -> None:
+    options: dict[str, Any] = {"backup": {sides.cache.tag: "none"}, "restore": {sides.optimizer.tag: False}}
+    with memsaver.phase("train", **options):
+        sides.optimizer.wait()
+        sides.cache.resume()
+    done = memsaver.history()[-2]
+    assert (done.pause, done.resume, done.copied_bytes) == ((sides.cache.tag,), (sides.optimizer.tag,), 0)
+    with pytest.raises(ValueError, match="backup names the tag 'nothing'"):
+        memsaver.phase("rollout", backup={"nothing": "none"}).__enter__()
+
+
+def test_wrong_phases_are_refused(sides: Sides) -> None:
+    for options in ({"late": "a"}, {"lingering": ["b", "a"]}, {"late": memsaver.region("a", "cpu")}):
+        with pytest.raises(ValueError, match="phase 'wrong' names .*'a'.* twice"):
+            memsaver.define_phase("wrong", ["a"], **options)
+    with pytest.raises(TypeError, match="late is 3, expected a tag"):
+        memsaver.define_phase("wrong", [], late=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected an object with register_step_pre_hook"):
+        memsaver.wait_before_step(3, [])  # type: ignore[arg-type]
+
+
+# Groups
+
+
+class Side:
+    """A member that notes the order of its calls. Made by a function, since Ray may be missing."""
+
+    def __new__(cls, *tags: str) -> Any:
+        from memsaver.ray import Colocated
+
+        class Member(Colocated):
+            def __init__(self) -> None:
+                self.events: list[str] = []
+
+            def colocated_drain(self, tags: Any) -> None:
+                self.events.append(f"drain {len(tags)}")
+
+            def resume(self, tags: Any = None, **options: Any) -> Any:
+                done = super().resume(tags, **options)
+                self.events.append(f"resumed {len(done.resumed)}")
+                return done
+
+        return Member()
+
+
+def group_of(sides: Sides, *members: Any) -> Any:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+    params, optimizer, cache = (each.tag for each in sides.regions)
+    phases = {
+        "rollout": {"engine": [cache], "trainer": []},
+        "train": {
+            "engine": {"lingering": [cache]},
+            "trainer": {"resident": [params], "late": [optimizer]},
+        },
+    }
+    return ray.Group(engine=members[0], trainer=members[1], phases=phases)
+
+
+def test_a_turn_ends_before_late_and_lingering_tags_have_moved_and_the_next_one_waits_for_them(sides: Sides) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    engine, trainer = Side(), Side()
+    group = group_of(sides, engine, trainer)
+    for _ in range(3):
+        group.enter("rollout")
+        engine.events.clear()
+        trainer.events.clear()
+        with controls.held("cuMemUnmap"):
+            turn = group.enter("train")
+            assert turn.resumed["trainer"][0].resumed == (sides.params.tag,) and turn.paused == {}
+            assert sides.params.state == "active" and sides.cache.state != "paused"
+        group.enter("rollout", timeout=60)  # it waits
+        assert sides.states == ["paused", "paused", "active"]
+        assert engine.events == ["drain 1", "resumed 1"]
+        assert trainer.events == ["resumed 1", "resumed 1", "drain 2"]
+        sides.blocks[2].check()
+
+
+def test_an_error_of_a_late_tag_of_a_turn_names_the_phase_and_the_next_turn_can_be_entered(sides: Sides) -> None:
+    pytest.importorskip("ray", reason="needs ray")
+    group = group_of(sides, Side(), Side())
+    group.enter("rollout")
+    sides.cache.pause()  # so that the turn takes nothing but the memory of the parameters
+    with Fill(leave=4 * MIB):
+        group.enter("train", memory_timeout=0)
+        with pytest.raises(memsaver.OutOfMemoryError, match="^phase 'train', late regions: "):
+            sides.optimizer.wait()
+    group.enter("rollout")
+    group.enter("train")
+    sides.optimizer.wait()
+    sides.blocks[1].check()
+
+
+def test_wrong_parts_of_a_role_are_refused(sides: Sides) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "has 'later', expected 'resident', 'late', 'lingering'", {"later": ["a"]}),
+        (ValueError, "names 'a' twice", {"resident": ["a"], "late": ["a"]}),
+        (TypeError, "late is 'a', expected a list of tags", {"late": "a"}),
+    ]
+    for kind, text, parts in wrong:
+        with pytest.raises(kind, match=f"phase 'on' for 'engine'.*{text}"):
+            ray.Group(engine=ray.Colocated(), phases={"on": {"engine": parts}})
+
+
+# Found by a review
+
+
+def test_a_late_region_with_wrong_contents_raises_once(make: Make, tag: str) -> None:
+    region = memsaver.region(tag, "cpu", memsaver.Derived(lambda: held[0].fill_(value), after=[]))
+    value, held = 1, [region.empty(100).fill_(1)]
+    memsaver.define_phase("train", [], late=region)
+    memsaver.configure(verify=True)
+    try:
+        region.pause()
+        value = 2
+        with memsaver.phase("train"):
+            with pytest.raises(memsaver.VerifyError, match="^phase 'train', late regions: ") as raised:
+                region.wait()
+            assert raised.value.resumed == (tag,)
+            region.wait()  # it is active
+    finally:
+        memsaver.configure(verify=False)
+        region.backup = "none"
+
+
+def test_guests_and_rebuilds_of_a_late_region_do_not_wait_for_it(sides: Sides, tag: str) -> None:
+    class Guest(memsaver.Guest):
+        def leave(self) -> None:
+            pass
+
+        def come_back(self) -> None:
+            with sides.optimizer:
+                entered.append(sides.optimizer.state)
+
+    def rebuild() -> None:
+        with pytest.raises(memsaver.RegionPausedError, match="is resuming"), sides.optimizer:
+            pass
+        entered.append("rebuilt")
+
+    entered: list[str] = []
+    derived = memsaver.region(tag, "cpu", memsaver.Derived(rebuild, after=[sides.optimizer.tag]))
+    guest = Guest("late test", sides.optimizer.tag)
+    memsaver.register(guest)
+    try:
+        memsaver.pause([derived, sides.optimizer])
+        memsaver.define_phase("train", sides.params, late=[sides.optimizer, derived])
+        with memsaver.phase("train"):
+            derived.wait(timeout=20)
+            until(lambda: len(entered) == 2)
+        assert entered == ["rebuilt", "active"]
+    finally:
+        memsaver.unregister(guest)
+        derived.backup = "none"
+
+
+def test_a_phase_that_cannot_be_entered_forgets_no_late_region(sides: Sides) -> None:
+    with controls.held("cuMemUnmap"):
+        with memsaver.phase("train"):
+            with pytest.raises(memsaver.WaitTimeoutError):
+                memsaver.phase("rollout", timeout=0.05).__enter__()
+            with pytest.raises(memsaver.WaitTimeoutError, match="comes late"):
+                sides.optimizer.wait(timeout=0.05)
+    sides.optimizer.wait()
+
+
+def test_a_thread_in_a_lingering_region_is_an_error_before_anything_moves(sides: Sides) -> None:
+    before = sides.states
+    with sides.cache, pytest.raises(memsaver.Error, match="is inside it"):
+        memsaver.phase("train").__enter__()
+    assert sides.states == before == ["paused", "paused", "active"]
+
+
+def test_a_member_uses_its_late_region_after_its_own_resume(sides: Sides) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+
+    class Member(ray.Colocated):  # type: ignore[misc,name-defined]
+        def resume(self, tags: Any = None, **options: Any) -> Any:
+            done = super().resume(tags, **options)
+            if sides.optimizer.tag in tags:
+                with sides.optimizer:
+                    entered.append(1)
+            return done
+
+    entered: list[int] = []
+    group_of(sides, Side(), Member()).enter("train")
+    sides.optimizer.wait(timeout=20)
+    until(lambda: entered == [1])
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_late_tags_of_async_members_without_a_lasting_loop_come(sides: Sides, overrides: bool) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+
+    class Member(ray.AsyncColocated):  # type: ignore[misc,name-defined]
+        pass
+
+    if overrides:
+
+        async def resume(self: Any, tags: Any = None, **options: Any) -> Any:
+            await asyncio.sleep(0.01)
+            return await ray.AsyncColocated.resume(self, tags, **options)
+
+        Member.resume = resume
+    group = group_of(sides, Member(), Member())
+    for _ in range(5):
+        group.enter("rollout", timeout=60)
+        group.enter("train", timeout=60)
+        sides.optimizer.wait(timeout=20)
+
+
+def test_a_resident_tag_that_is_derived_from_a_late_one_is_refused_before_anything_moves(
+    sides: Sides, tag: str
+) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+    params, optimizer, cache = (each.tag for each in sides.regions)
+    derived = memsaver.region(tag, "cpu", memsaver.Derived(print, after=[optimizer]))
+    try:
+        derived.pause()
+        for parts in ({"resident": [tag], "late": [optimizer]}, {"resident": [params], "late": [tag]}):
+            phases = {"rollout": {"one": [cache]}, "train": {"one": {**parts, "lingering": [cache]}}}
+            group = ray.Group(one=ray.Colocated(), phases=phases)
+            with pytest.raises(memsaver.Error, match="is derived from .*, which has no contents in this phase"):
+                group.enter("train")
+            assert sides.states == ["paused", "paused", "active"]
+    finally:
+        derived.backup = "none"
+
+
+def test_a_turn_whose_late_part_cannot_begin_pauses_what_had_resumed(sides: Sides) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+
+    class Member(ray.Colocated):  # type: ignore[misc,name-defined]
+        def colocated_background(self, *arguments: Any, **options: Any) -> None:
+            raise LookupError("no thread")
+
+    group = group_of(sides, Side(), Member())
+    with pytest.raises(memsaver.Error, match=f"trainer 0 could not begin to resume .*{sides.optimizer.tag}"):
+        group.enter("train")
+    assert sides.states[:2] == ["paused", "paused"]
+    group.enter("rollout")

@@ -1,0 +1,229 @@
+"""``configure(stale=...)``: tensors that were not written since their memory came back are found, by name."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memsaver
+from memsaver._torch import stale
+from tests.support import MIB
+
+Make = Callable[..., memsaver.Region]
+
+
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(stale, "_names", {})
+    memsaver.configure(stale="check")
+    yield
+    memsaver.configure(stale="off")
+
+
+class Layer(nn.Module):
+    """A layer of a model as engines have it, all of whose tensors lie in a region."""
+
+    def __init__(self, region: memsaver.Region) -> None:
+        super().__init__()
+        self.region = region
+        self.weight = nn.Parameter(self.new((96, 40)))
+        self.scale = nn.Parameter(self.new(()), requires_grad=False)  # of fp8 weights
+        self.lora = nn.ParameterList(nn.Parameter(self.new((4, 40))) for _ in range(3))  # slots
+        self.cos: torch.Tensor
+        self.state: torch.Tensor
+        self.register_buffer("cos", self.new((33,)), persistent=False)  # a rotary cache
+        self.register_buffer("state", self.new((5, 7), torch.float16))  # of a hybrid model
+
+    def new(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        with self.region:
+            return torch.zeros(shape, dtype=dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, region: memsaver.Region) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(region) for _ in range(3))
+
+    def load(self, without: Callable[[str], bool] = lambda name: False) -> None:
+        """Writes all tensors, but for some."""
+        with torch.no_grad():
+            for name, tensor in [*self.named_parameters(), *self.named_buffers()]:
+                if not without(name):
+                    tensor.fill_(1)
+
+
+FAULTS: dict[str, Callable[[str], bool]] = {
+    "a draft model of which one parameter is loaded": lambda name: name != "layers.0.weight",
+    "buffers": lambda name: name.endswith("state") and "layers.2" in name,
+    "rotary caches": lambda name: name.endswith("cos"),
+    "states of hybrid models": lambda name: name.endswith("state"),
+    "scales": lambda name: name == "layers.1.scale",
+    "slots of LoRA": lambda name: name == "layers.2.lora.1",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_tensors_that_were_not_written_are_named(make: Make, fault: str) -> None:
+    region = make()
+    model, missing = Model(region), FAULTS[fault]
+    memsaver.name_tensors(model, prefix="draft.")
+    for _ in range(2):
+        region.pause()
+        region.resume()
+        model.load(missing)
+        names = {f"draft.{name}" for name, _ in [*model.named_parameters(), *model.named_buffers()] if missing(name)}
+        for _ in range(2):  # the error stays until the tensors are written
+            with pytest.raises(memsaver.StaleError) as raised:
+                memsaver.check_written(region)
+            assert {name for name, *_ in raised.value.tensors} == names
+            assert all(name in str(raised.value) for name in names) or len(names) > 20
+        model.load()
+        memsaver.check_written(region)
+
+
+def test_at_most_twenty_tensors_are_listed(make: Make) -> None:
+    region = make()
+    held = [region.empty(200) for _ in range(23)]
+    region.pause()
+    region.resume()
+    with pytest.raises(memsaver.StaleError, match="^23 tensors were not written .* and 3 more$") as raised:
+        memsaver.check_written()
+    assert str(raised.value).count(f"region {region.tag!r} at") == 20 and len(raised.value.tensors) == len(held)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 100, 128, 4096 + 3, MIB])
+def test_one_piece_of_any_size_and_place_is_found(make: Make, count: int) -> None:
+    region = make()
+    whole = region.empty(count + 64, torch.float32)
+    part = nn.Parameter(whole[9:][:count], requires_grad=False)  # not at the beginning of an allocation
+    module = nn.Module()
+    module.register_parameter("part", part)
+    memsaver.name_tensors(module)
+    region.pause()
+    region.resume()
+    missing = min(count, 16)  # 64 bytes
+    part[missing:] = 0
+    whole[:9] = 0
+    with pytest.raises(memsaver.StaleError) as raised:
+        memsaver.check_written(region)
+    assert raised.value.tensors == [("part", 4 * count, min(64, 4 * count))]
+    part[0] = 0
+    memsaver.check_written(region)
+
+
+def test_random_correct_sequences_give_no_alarm(make: Make) -> None:
+    draw = random.Random(0)
+    region, other = make(), make("host")
+    cache = make(written_in_use=True)
+    held: list[torch.Tensor] = [cache.empty(1000)]
+    for _ in range(1000):
+        held[1:] = [each for each in held[1:] if draw.random() < 0.7]
+        for _ in range(draw.randrange(4)):
+            size = draw.choice([1, 2, 3, 7, 60, 128, 129, 1000, 5000])
+            dtype = draw.choice([torch.uint8, torch.bfloat16, torch.float32, torch.bool])
+            held.append(draw.choice([region, other]).empty(size, dtype))
+        chosen = draw.sample([region, other, cache], draw.randrange(1, 4))
+        memsaver.pause(chosen)
+        if draw.random() < 0.3:
+            held[1:] = held[2:]  # freed while it is paused
+        memsaver.resume(chosen, restore={other.tag: draw.random() < 0.5} if other in chosen else True)
+        for at in range(1, len(held)):
+            held[at].fill_(draw.randrange(256 if held[at].dtype == torch.uint8 else 2))
+        if draw.random() < 0.5:  # scratch, in the place of what was freed
+            scratch = region.empty(draw.choice([1, 128, 1000, 5000]))
+            del scratch
+            scratch = region.empty(draw.choice([129, 1000, 5000]))  # not written
+            memsaver.check_written()
+            del scratch
+        memsaver.check_written()
+
+
+def test_contents_that_came_back_and_regions_without_a_resume_are_not_stale(make: Make) -> None:
+    kept, untouched = make("host"), make()
+    held = [kept.empty(1000).fill_(2), untouched.empty(1000)]
+    kept.pause()
+    kept.resume()
+    memsaver.check_written()
+    assert bool((held[0] == 2).all())
+    kept.pause()
+    kept.resume(restore=False)
+    with pytest.raises(memsaver.StaleError):
+        memsaver.check_written()
+    kept.pause()  # the pattern is kept, and is still stale
+    memsaver.check_written()  # of active regions
+    kept.resume()
+    with pytest.raises(memsaver.StaleError):
+        memsaver.check_written()
+
+
+def test_scratch_in_the_place_of_a_freed_tensor_is_not_stale(make: Make) -> None:
+    region = make()
+    kept, freed = region.empty(1000), region.empty(1000)  # the chunk stays
+    region.pause()
+    region.resume()
+    address, _ = freed.data_ptr(), kept.fill_(0)
+    del freed
+    scratch = region.empty(1000)
+    assert scratch.data_ptr() == address
+    memsaver.check_written(region)
+
+
+def test_a_rebuild_that_leaves_a_tensor_out_is_found(tag: str) -> None:
+    region = memsaver.region(tag, "cpu", memsaver.Derived(lambda: tensors[0].fill_(1), after=[]))
+    tensors = [region.empty(500), region.empty(300)]
+    region.pause()
+    region.resume()
+    with pytest.raises(memsaver.StaleError, match=f"^1 tensor .*at {tensors[1].data_ptr():#x}"):
+        memsaver.check_written(region)
+
+
+@pytest.mark.parametrize("mode", ["check", "warn", "raise"])
+def test_the_first_use_is_checked_as_the_option_says(make: Make, mode: str) -> None:
+    memsaver.configure(stale=mode)
+    region = make()
+    tensor = region.empty(200)
+    region.pause()
+    region.resume()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            if mode == "raise":
+                with pytest.raises(memsaver.StaleError):
+                    stale.check_first_use([region])
+            else:
+                stale.check_first_use([region])
+    assert len(warned) == (mode == "warn")  # once
+    tensor.fill_(0)
+    stale.check_first_use([region])
+
+
+def test_off_is_off(make: Make) -> None:
+    region, zeros = make(fill="zero"), make(fill="zero", written_in_use=True)
+    tensor, zero = region.empty(1000), zeros.empty(1000)
+    memsaver.pause([region, zeros])
+    memsaver.resume([region, zeros])
+    assert bool((tensor != 0).all()) and not bool(zero.any())
+    memsaver.configure(stale="off")
+    with pytest.raises(memsaver.Error, match="stale is 'off'"):
+        memsaver.check_written()
+    region.pause()
+    region.resume()
+    memsaver.configure(stale="check")
+    memsaver.check_written()
+
+
+def test_wrong_values_are_refused(make: Make) -> None:
+    wrong: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (memsaver.ConfigError, "stale is 'always', expected one of 'off'", lambda: memsaver.configure(stale="always")),
+        (TypeError, "module is 3, expected a torch.nn.Module", lambda: memsaver.name_tensors(3)),  # type: ignore[arg-type]
+        (TypeError, "written_in_use is 1, expected True", lambda: make(written_in_use=1)),
+    ]
+    for kind, text, call in wrong:
+        with pytest.raises(kind, match=text):
+            call()
