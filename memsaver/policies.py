@@ -108,6 +108,7 @@ TurnRestore = bool | Mapping[str, bool | Mapping[str, bool]] | None
 TurnLazy = bool | Mapping[str, bool | Mapping[str, bool]] | None
 """Whether pauses of a group's turn are lazy, in the forms of TurnBackup. None: the group's values for the phase."""
 
+
 @dataclass(frozen=True)
 class Derived:
     """A policy for a region whose contents can be computed again from other regions: a pause copies nothing.
