@@ -75,9 +75,13 @@ Chunk Transfer::claim_offered(ChunkRequest& request, bool snug) {
   Chunk first;
   if (std::all_of(coming_.begin(), coming_.end(), [](const Coming& coming) { return coming.claimed; })) return first;
   for (Coming& coming : coming_) coming.region->set_demand(request.number());
-  if (const Needs wanted = needs(snug); !wanted.empty())
-    first = request.next(wanted.front().limit, wanted.front().fresh, WaitFor::memory);
+  const Needs wanted = needs(snug);
+  if (!wanted.empty()) first = request.next(wanted.front().limit, wanted.front().fresh, WaitFor::memory);
   for (Coming& coming : coming_) claim(coming);
+  // Others have taken offered chunks since this demand began. In a shared pool it grows; the driver has no queue, and a
+  // part of the memory, held over a wait, could be missing elsewhere.
+  if (!device_.pooled && bytes_of(needs(snug)) > bytes_of(wanted))
+    throw ChunkUnavailable("resume", "offered chunks were taken meanwhile");
   return first;
 }
 

@@ -201,7 +201,7 @@ def test_a_resume_that_waits_leaves_its_offers_to_others(make: Make, thread: Thr
         assert one.offered_bytes == 2 * CHUNK
         waits = thread.submit(lambda: one.resume(memory_timeout=60))
         until(lambda: one.state == "resuming")
-        two.resume()  # without a wait
+        two.resume(memory_timeout=20)  # for a moment the other one may have a chunk
         check(more)
         assert (one.state, one.offered_bytes) == ("resuming", 0)
         fill.close()
