@@ -104,7 +104,8 @@ def failing(stage: str, sides: Sides) -> Iterator[type[Exception]]:
         with Fill():
             yield memsaver.OutOfMemoryError
     elif stage == "backup":
-        sides.blocks.append(Block(sides.cache, 64 * MIB))  # more than idle host memory
+        sides.blocks.append(Block(sides.cache, 64 * MIB))  # more than idle host memory in its slabs
+        memsaver.release_host_memory()
         memsaver.configure(host_limit=1)
         yield memsaver.BackupError
         memsaver.configure(host_limit=None)
