@@ -13,7 +13,7 @@ import torch
 
 import memsaver
 from tests import controls
-from tests.support import MIB, Block, Fill, until
+from tests.support import MIB, Block, Fill, host_held_bytes, host_used_bytes, until
 
 Make = Callable[..., memsaver.Region]
 
@@ -104,8 +104,8 @@ def failing(stage: str, sides: Sides) -> Iterator[type[Exception]]:
         with Fill():
             yield memsaver.OutOfMemoryError
     elif stage == "backup":
-        sides.blocks.append(Block(sides.cache, 64 * MIB))  # more than idle host memory in its slabs
-        memsaver.release_host_memory()
+        idle = host_held_bytes() - host_used_bytes()  # in slabs with backups of earlier tests
+        sides.blocks.append(Block(sides.cache, idle // MIB * MIB + 2 * MIB))
         memsaver.configure(host_limit=1)
         yield memsaver.BackupError
         memsaver.configure(host_limit=None)
