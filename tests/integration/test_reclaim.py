@@ -95,6 +95,16 @@ def test_free_blocks_of_torch_come_back_when_the_gil_is_free(
     trainer.run(f"pool = torch_pools.lend(region); assert pool.malloc({MOST})")
 
 
+def test_offered_chunks_come_while_the_gil_is_held(broker: Local, tmp_path: Path) -> None:
+    with Worker(broker, f"held = hold('a', {64 * MIB}, 'host', 1); memsaver.pause()") as one, Worker(broker) as two:
+        two.run(f"import torch; held = hold('b', {CAPACITY}, 'host', 2); memsaver.pause(lazy=True)")
+        hold_the_gil(two, tmp_path / "pipe")
+        one.run("memsaver.resume(memory_timeout=60); held.check()")
+        let_go(two, tmp_path / "pipe")
+        one.run("memsaver.pause()")
+        two.run("memsaver.resume(); held.check()")
+
+
 def test_blocks_come_only_after_the_queued_work(broker: Local, engine: Worker, trainer: Worker) -> None:
     trainer.run(f"{CACHED}; {WORK.format(MOST, None)}")
     engine.send(RESUME)
@@ -322,3 +332,14 @@ def test_what_comes_back_is_for_the_first_demand(broker: Local) -> None:
     heard(one, "reclaim")
     request = three.want(PAGE, PAGE)
     assert list(heard(three, "holders").words) == [request, 0, os.getpid(), CAPACITY, UNKNOWN]
+
+
+def test_a_later_demand_waits_while_clients_may_give_offers(broker: Local) -> None:
+    one, two, three = broker.client(), broker.client(), broker.client()
+    one.borrow(CAPACITY, 32 * MIB)
+    one.say("offers", CAPACITY)
+    one.look()
+    two.want(CAPACITY // 2, PAGE)
+    answer(one)  # its caches
+    three.want(CAPACITY // 2, PAGE)
+    assert heard(three, "holders").words[1] == 1
