@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import memsaver
+from memsaver.broker import reclaim
 from memsaver.broker.protocol import Message
 from memsaver.broker.reclaim import UNKNOWN
 from tests.broker_support import Client, Local
@@ -95,11 +96,16 @@ def test_free_blocks_of_torch_come_back_when_the_gil_is_free(
     trainer.run(f"pool = torch_pools.lend(region); assert pool.malloc({MOST})")
 
 
-def test_offered_chunks_come_while_the_gil_is_held(broker: Local, tmp_path: Path) -> None:
+def test_offered_chunks_come_while_the_gil_is_held(
+    broker: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim, "LONGEST_COPY_S", 3600.0)
     with Worker(broker, f"held = hold('a', {64 * MIB}, 'host', 1); memsaver.pause()") as one, Worker(broker) as two:
         two.run(f"import torch; held = hold('b', {CAPACITY}, 'host', 2); memsaver.pause(lazy=True)")
         hold_the_gil(two, tmp_path / "pipe")
-        one.run("memsaver.resume(memory_timeout=60); held.check()")
+        one.send("memsaver.resume(memory_timeout=60); held.check()")
+        until(lambda: broker.row(two.pid)["held_bytes"] < CAPACITY, within_s=20)
+        one.answer()
         let_go(two, tmp_path / "pipe")
         one.run("memsaver.pause()")
         two.run("memsaver.resume(); held.check()")
