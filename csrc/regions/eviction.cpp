@@ -139,8 +139,8 @@ std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes) {
   std::size_t beyond = 0;
   while (bytes > 0 && !chunks.empty()) {
     const std::size_t most = std::max(bytes, chunks.front().size);
-    const auto best = std::prev(std::partition_point(chunks.begin(), chunks.end(),
-                                                     [&](const Slot& slot) { return slot.size <= most; }));
+    const auto best = std::prev(
+        std::partition_point(chunks.begin(), chunks.end(), [&](const Slot& slot) { return slot.size <= most; }));
     beyond = best->size - std::min(bytes, best->size);
     bytes -= std::min(bytes, best->size);
     chosen.push_back(*best);

@@ -53,8 +53,11 @@ TEST_CASE("transition: two threads switch the same two regions back and forth") 
 }
 
 TEST_CASE("eviction: a demand takes few bytes beyond what it lacks, and no chunk in vain") {
-  const std::vector<Slot> chunks{{0, 256 * kMiB}, {256 * kMiB, 32 * kMiB}, {288 * kMiB, 32 * kMiB},
-                                 {320 * kMiB, 32 * kMiB}, {352 * kMiB, 32 * kMiB}};
+  const std::vector<Slot> chunks{{0, 256 * kMiB},
+                                 {256 * kMiB, 32 * kMiB},
+                                 {288 * kMiB, 32 * kMiB},
+                                 {320 * kMiB, 32 * kMiB},
+                                 {352 * kMiB, 32 * kMiB}};
   const std::pair<std::size_t, std::size_t> cases[] = {{1, 32},    {34, 64},   {128, 128}, {130, 256},
                                                        {256, 256}, {260, 288}, {999, 384}};
   for (const auto& [lacking, taken] : cases) CHECK(bytes_of(enough_of(chunks, lacking * kMiB)) == taken * kMiB);

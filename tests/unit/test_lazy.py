@@ -247,10 +247,10 @@ def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, thread: ThreadPoo
 
 
 @pytest.mark.parametrize("way", ["allocation", "pause", "read"])
-def test_a_demand_waits_for_copies_that_others_began(make: Make, thread: ThreadPoolExecutor, way: str) -> None:
+def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, thread: ThreadPoolExecutor, way: str) -> None:
     region, held = lazily(make, chunks=1)
     one, two = make("none"), make("none")
-    begin = {
+    begin: dict[str, Callable[[], object]] = {
         "allocation": lambda: one.empty(CHUNK // 2, torch.uint8),
         "pause": region.pause,
         "read": lambda: memsaver.cpu_backup(held[0].tensor, clone=True),

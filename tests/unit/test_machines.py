@@ -474,8 +474,8 @@ class Device(RuleBasedStateMachine):
             return
         assert segment.holds_at(view.data_ptr()), "the backup differs"
         segment.write_at(view.data_ptr(), next(self.seeds))
+        self.views = [each for each in self.views if each[0].data_ptr() != view.data_ptr()]
         if keep and not model.region.frozen:
-            self.views = [each for each in self.views if each[0].data_ptr() != view.data_ptr()]
             self.views.append((view, segment.copy()))
 
     @rule()
