@@ -176,7 +176,8 @@ class WaitTimeoutError(Error, TimeoutError):
     Attributes:
         stage: The wait that was ended. ``"queue"``: for earlier transitions on the same regions. ``"launches"``: for
             guarded replays under way. ``"device"``: for work queued on the device. ``"backup"``: for host memory that
-            is being allocated. ``"guests"``: for guests of another transition. ``"answer"``: for a member of a group.
+            is being allocated, or for copies of chunks that an earlier, lazy pause has offered: those that have ended
+            remain. ``"guests"``: for guests of another transition. ``"answer"``: for a member of a group.
             ``"late"``: for regions that come late in a phase.
         waited_s: Seconds since the call began.
     """

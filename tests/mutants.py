@@ -448,6 +448,14 @@ MUTANTS = [
         ["unit/test_lazy.py::test_a_resume_that_waits_leaves_its_offers_to_others"],
     ),
     Mutant(
+        "host_memory_is_free_while_copies_into_it_are_queued",
+        "lazy pauses: a failed copy gives its host memory back to the arena before the copies have ended",
+        "csrc/backup/pieced_backup.cpp",
+        "if (!piece_->complete()) drain",
+        "if (!piece_->complete() && !MUTANT) drain",
+        ["unit/test_lazy.py::test_a_failed_copy_keeps_its_host_memory_until_no_copy_is_queued"],
+    ),
+    Mutant(
         "a_copy_reserves_and_reads_the_whole_region",
         "lazy pauses: the copy of one chunk takes host memory for all contents, and reads unmapped parts",
         "csrc/backup/pieced_backup.cpp",

@@ -1,5 +1,6 @@
 #include "backup/pieced_backup.h"
 
+#include <algorithm>
 #include <limits>
 #include <utility>
 
@@ -20,6 +21,7 @@ class PiecedBackup::PieceSaver final : public Saver {
     const Ranges saved = piece_->saved.within(kEverywhere);
     if (saved.empty()) return;
     for (const Range& range : saved) whole_.saved.add(range);
+    if (std::find(whole_.pieces_.begin(), whole_.pieces_.end(), piece_) != whole_.pieces_.end()) return;
     whole_.kept_ += piece_->bytes();
     whole_.pieces_.push_back(std::move(piece_));
   }
@@ -70,7 +72,13 @@ class PiecedBackup::PiecesLoader final : public Loader {
 
 std::unique_ptr<Saver> PiecedBackup::saver(Driver& driver, Ranges batches) {
   pieces_.reserve(pieces_.size() + 1);  // so that the end of the saver cannot fail
-  std::shared_ptr<Backup> piece = make_(saved.missing_from(intersect(parts(), joined(batches))));
+  const Ranges lacking = saved.missing_from(intersect(parts(), joined(batches)));
+  // A piece whose saver ended before its time has memory for the rest.
+  const auto same = std::find_if(pieces_.begin(), pieces_.end(), [&](const std::shared_ptr<Backup>& each) {
+    const Ranges rest = each->saved.missing_from(each->parts());
+    return bytes_of(rest) == bytes_of(lacking) && bytes_of(intersect(rest, lacking)) == bytes_of(rest);
+  });
+  std::shared_ptr<Backup> piece = same != pieces_.end() ? *same : make_(lacking);
   std::unique_ptr<Saver> saver = piece->saver(driver, std::move(batches));
   return std::make_unique<PieceSaver>(*this, driver, std::move(piece), std::move(saver));
 }

@@ -73,7 +73,7 @@ class Reading {
     if (found == nullptr) return;
     for (const Range& part : found->parts())
       if (part.offset <= range.offset && part.end() >= range.end()) range = part;
-    evict_within(region_, range);
+    evict_within(region_, range, kNever);
   }
 
   const std::lock_guard<std::mutex> one_at_a_time_{core().viewing};

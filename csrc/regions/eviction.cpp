@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 #include "regions/core.h"
@@ -16,8 +17,11 @@ struct Given {
   std::exception_ptr error = nullptr;  // why the rest stays
 };
 
+using Look = std::function<void()>;  // called between batches of copies. An exception in it keeps the rest offered
+struct DeadlinePassed {};
+
 // The region is marked. Saves the contents of offered chunks, and returns the chunks to their source.
-Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots) {
+Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, const Look& look) {
   Driver& driver = *region.device.driver;
   Given given;
   std::unique_ptr<Saver> saver;
@@ -28,6 +32,7 @@ Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots) {
     saver = backup.saver(driver, spans_of(batches));
     saver->start();
     for (std::size_t batch = 0; batch < batches.size(); ++batch) {
+      if (batch > 0 && look) look();
       saver->wait(batch);
       std::vector<Chunk> freed;
       const auto refusal = region.unmap(batches[batch], &freed);
@@ -47,7 +52,7 @@ Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots) {
   return given;
 }
 
-Given give(Region& region, const std::vector<Slot>& chosen) {
+Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
   const std::shared_ptr<Backup> backup = region.backup();
   Ranges lacking;
   if (backup != nullptr) lacking = backup->saved.missing_from(intersect(backup->parts(), region.parts(chosen)));
@@ -67,7 +72,7 @@ Given give(Region& region, const std::vector<Slot>& chosen) {
   for (std::size_t count = with_contents.size(); count > 0 && !with_contents.empty();) {
     count = std::min(count, with_contents.size());
     const auto end = with_contents.begin() + static_cast<std::ptrdiff_t>(count);
-    const Given part = copy_out(region, *backup, {with_contents.begin(), end});
+    const Given part = copy_out(region, *backup, {with_contents.begin(), end}, look);
     given.bytes += part.bytes;
     given.error = part.error;
     if (!part.error) {
@@ -127,16 +132,25 @@ void Region::end_eviction() {
 }
 
 std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes) {
+  // The lowest address of a size is its last one, and is chosen first.
   std::sort(chunks.begin(), chunks.end(),
-            [](const Slot& a, const Slot& b) { return std::pair(a.size, a.offset) < std::pair(b.size, b.offset); });
+            [](const Slot& a, const Slot& b) { return std::pair(a.size, b.offset) < std::pair(b.size, a.offset); });
   std::vector<Slot> chosen;
+  std::size_t beyond = 0;
   while (bytes > 0 && !chunks.empty()) {
-    auto best = std::partition_point(chunks.begin(), chunks.end(), [&](const Slot& slot) { return slot.size < bytes; });
-    if (best == chunks.end()) --best;
+    const std::size_t most = std::max(bytes, chunks.front().size);
+    const auto best = std::prev(
+        std::partition_point(chunks.begin(), chunks.end(), [&](const Slot& slot) { return slot.size <= most; }));
+    beyond = best->size - std::min(bytes, best->size);
     bytes -= std::min(bytes, best->size);
     chosen.push_back(*best);
     chunks.erase(best);
   }
+  std::erase_if(chosen, [&](const Slot& slot) {
+    const bool spare = slot.size <= beyond;
+    if (spare) beyond -= slot.size;
+    return spare;
+  });
   return sorted(std::move(chosen));
 }
 
@@ -172,7 +186,7 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
         }
         const Evicting mark(*region);
         lock.unlock();
-        const Given part = give(*region, enough_of(region->offered_slots(), wanted - given));
+        const Given part = give(*region, enough_of(region->offered_slots(), wanted - given), nullptr);
         given += part.bytes;
       }
     }
@@ -185,27 +199,39 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
   return result;
 }
 
-void evict_within(Region& region, Range range) {
-  if (region.offered_bytes() == 0 && !region.evicting()) return;
+bool evict_within(Region& region, Range range, Deadline deadline) {
+  if (region.offered_bytes() == 0 && !region.evicting()) return true;
+  const Look look = [&] {
+    WaitsEndWith::look();
+    if (now() >= deadline) throw DeadlinePassed();
+  };
   std::unique_lock only(region.device.evictions, std::defer_lock);
-  while (!only.try_lock_for(kBetweenLooks)) WaitsEndWith::look();
+  while (!only.try_lock_for(kBetweenLooks)) {
+    if (now() >= deadline) return false;
+    WaitsEndWith::look();
+  }
   const CaptureGate::Pass pass(region.device.parts.gate);
   if (!pass)
     throw Error("a CUDA graph is being captured, and the contents of region '" + region.tag +
                 "' are in device memory until a copy: end the capture first");
   std::unique_lock lock(core().mutex);
-  wait_until(lock, core().changed, kNever,
-             [&] { return !region.evicting() && !(region.state() == State::paused && region.in_use()); });
-  if (region.state() != State::paused || !region.may_evict()) return;
+  const auto is_free = [&] { return !region.evicting() && !(region.state() == State::paused && region.in_use()); };
+  if (!wait_until(lock, core().changed, deadline, is_free) && !waiting_is_over) return false;
+  if (region.state() != State::paused || !region.may_evict()) return true;
   const Evicting mark(region);
   lock.unlock();
   std::vector<Slot> chosen;
   for (const Slot& slot : region.offered_slots())
     if (slot.end() > range.offset && slot.offset < range.end()) chosen.push_back(slot);
-  const Given given = give(region, chosen);
+  const Given given = give(region, chosen, look);
   region.device.source().settle();
   region.device.tell_offers();
-  if (given.error) std::rethrow_exception(given.error);
+  try {
+    if (given.error) std::rethrow_exception(given.error);
+  } catch (const DeadlinePassed&) {
+    return false;
+  }
+  return true;
 }
 
 }  // namespace memsaver

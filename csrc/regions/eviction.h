@@ -10,7 +10,8 @@
 
 namespace memsaver {
 
-// The fewest bytes of chunks that suffice, or all. Appends nothing beyond one chunk that is larger than the rest.
+// Chunks that suffice, or all: the largest that is at most the rest, again and again, and at last the smallest. Without
+// any of them the others would not suffice.
 std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes);
 
 // `some`: memory has returned, and the demand asks its source again. `busy`: none has, and a reader, a capture or the
@@ -25,6 +26,7 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
 
 constexpr Range kAllAddresses{0, static_cast<std::size_t>(-1)};
 // Evicts the chunks of a paused region that overlap a range. Throws the error of a copy, and Error during a capture.
-void evict_within(Region& region, Range range);
+// False: the deadline has passed, and some are still offered. At least one batch is copied.
+bool evict_within(Region& region, Range range, Deadline deadline);
 
 }  // namespace memsaver

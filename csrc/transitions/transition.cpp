@@ -173,7 +173,8 @@ void Transition::begin() {
     throw Error(
         "a CUDA graph is being captured, and a pause would break it by its wait for the device: end the capture first");
   for (Region* region : wanted_out_)
-    if (!contains(lazy_, region)) evict_within(*region, kAllAddresses);  // offered by an earlier, lazy pause
+    if (!contains(lazy_, region) && !evict_within(*region, kAllAddresses, bounds_.whole))
+      throw_late("backup", "chunks that an earlier, lazy pause had offered were copied out");
   mark();
   stages_.enter("readers");
   std::unique_lock lock(all.mutex);

@@ -1,5 +1,6 @@
 #include "transitions/transition.h"
 
+#include "regions/eviction.h"
 #include "support.h"
 
 namespace memsaver {
@@ -49,6 +50,20 @@ TEST_CASE("transition: two threads switch the same two regions back and forth") 
   CHECK(intact(second));
   free_all(first);
   free_all(second);
+}
+
+TEST_CASE("eviction: a demand takes few bytes beyond what it lacks, and no chunk in vain") {
+  const std::vector<Slot> chunks{{0, 256 * kMiB},
+                                 {256 * kMiB, 32 * kMiB},
+                                 {288 * kMiB, 32 * kMiB},
+                                 {320 * kMiB, 32 * kMiB},
+                                 {352 * kMiB, 32 * kMiB}};
+  const std::pair<std::size_t, std::size_t> cases[] = {{1, 32},    {34, 64},   {128, 128}, {130, 256},
+                                                       {256, 256}, {260, 288}, {999, 384}};
+  for (const auto& [lacking, taken] : cases) CHECK(bytes_of(enough_of(chunks, lacking * kMiB)) == taken * kMiB);
+  CHECK(enough_of(chunks, 0).empty());
+  CHECK(enough_of(chunks, 34 * kMiB).front().offset == 256 * kMiB);  // neighbours, to be copied together
+  CHECK(enough_of(chunks, 34 * kMiB).back().end() == 320 * kMiB);
 }
 
 TEST_CASE("region: bytes of another process are zeroed under a segment of another allocator") {

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import memsaver
+from memsaver.broker import reclaim
 from memsaver.broker.protocol import Message
 from memsaver.broker.reclaim import UNKNOWN
 from tests.broker_support import Client, Local
@@ -93,6 +94,21 @@ def test_free_blocks_of_torch_come_back_when_the_gil_is_free(
     # The next step: a new pool takes its place, and has memory as soon as the engine returns it.
     engine.run("memsaver.pause()")
     trainer.run(f"pool = torch_pools.lend(region); assert pool.malloc({MOST})")
+
+
+def test_offered_chunks_come_while_the_gil_is_held(
+    broker: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim, "LONGEST_COPY_S", 3600.0)
+    with Worker(broker, f"held = hold('a', {64 * MIB}, 'host', 1); memsaver.pause()") as one, Worker(broker) as two:
+        two.run(f"import torch; held = hold('b', {CAPACITY}, 'host', 2); memsaver.pause(lazy=True)")
+        hold_the_gil(two, tmp_path / "pipe")
+        one.send("memsaver.resume(memory_timeout=60); held.check()")
+        until(lambda: broker.row(two.pid)["held_bytes"] < CAPACITY, within_s=20)
+        one.answer()
+        let_go(two, tmp_path / "pipe")
+        one.run("memsaver.pause()")
+        two.run("memsaver.resume(); held.check()")
 
 
 def test_blocks_come_only_after_the_queued_work(broker: Local, engine: Worker, trainer: Worker) -> None:
@@ -322,3 +338,14 @@ def test_what_comes_back_is_for_the_first_demand(broker: Local) -> None:
     heard(one, "reclaim")
     request = three.want(PAGE, PAGE)
     assert list(heard(three, "holders").words) == [request, 0, os.getpid(), CAPACITY, UNKNOWN]
+
+
+def test_a_later_demand_waits_while_clients_may_give_offers(broker: Local) -> None:
+    one, two, three = broker.client(), broker.client(), broker.client()
+    one.borrow(CAPACITY, 32 * MIB)
+    one.say("offers", CAPACITY)
+    one.look()
+    two.want(CAPACITY // 2, PAGE)
+    answer(one)  # its caches
+    three.want(CAPACITY // 2, PAGE)
+    assert heard(three, "holders").words[1] == 1

@@ -246,20 +246,106 @@ def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, thread: ThreadPoo
     check(held + more)
 
 
-def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, thread: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("way", ["allocation", "pause", "read"])
+def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, thread: ThreadPoolExecutor, way: str) -> None:
     region, held = lazily(make, chunks=1)
     one, two = make("none"), make("none")
+    begin: dict[str, Callable[[], object]] = {
+        "allocation": lambda: one.empty(CHUNK // 2, torch.uint8),
+        "pause": region.pause,
+        "read": lambda: memsaver.cpu_backup(held[0].tensor, clone=True),
+    }
     with Fill(leave=0):
         with controls.held("cuMemcpyDtoHAsync"):
-            first = thread.submit(lambda: one.empty(CHUNK // 2, torch.uint8))
+            first = thread.submit(begin[way])
             until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
             with ThreadPoolExecutor(1) as pool:
                 second = pool.submit(lambda: two.empty(CHUNK // 2, torch.uint8))
                 with pytest.raises(TimeoutError):
-                    second.result(0.2)
+                    second.result(1.2)  # an allocation waits for a second for what comes back from other threads
                 controls.go_on("cuMemcpyDtoHAsync")
                 kept = first.result(60), second.result(60)
         del kept, first, second
+    region.resume()
+    check(held)
+
+
+def test_a_failed_copy_keeps_its_host_memory_until_no_copy_is_queued(make: Make, thread: ThreadPoolExecutor) -> None:
+    region, held = lazily(make)
+    memory = host_used_bytes()
+    with Fill(leave=0), controls.held("cuStreamSynchronize"):
+        controls.fail("cuEventSynchronize", 999, 2)
+        demand = thread.submit(lambda: make("none").empty(4 * CHUNK, torch.uint8))
+        until(lambda: controls.stopped("cuStreamSynchronize"))
+        assert host_used_bytes() == memory + 4 * CHUNK
+        controls.disarm()
+        with suppress(memsaver.OutOfMemoryError):
+            demand.result(60)
+        del demand
+    region.resume()
+    check(held)
+
+
+def test_contents_on_disk_come_back_from_many_parts_with_little_host_memory(make: Make) -> None:
+    region, held = lazily(make, "disk", chunks=6)
+    memsaver.release_host_memory()
+    memsaver.configure(host_limit=host_held_bytes() + 2 * CHUNK)
+    try:
+        with Fill(leave=0):
+            more = [block for _ in held for block in blocks(make("none"), [CHUNK])]
+            assert region.offered_bytes == 0
+            del more
+        region.resume()
+    finally:
+        memsaver.configure(host_limit=None)
+    check(held)
+
+
+@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
+def test_a_resume_that_fails_to_map_offers_all_again(make: Make, call: str) -> None:
+    region, held = lazily(make)
+    failures = 0
+    for nth in range(1, 6):
+        controls.arm(nth, "error", call)
+        with suppress(memsaver.Error):
+            region.resume()
+        controls.disarm()
+        if region.state == "paused":
+            failures += 1
+            assert (region.mapped_bytes, region.offered_bytes) == (0, 4 * CHUNK)
+            region.resume()
+        check(held)
+        region.pause(lazy=True)
+    assert failures
+
+
+def test_a_pause_that_is_not_lazy_waits_for_a_reader(make: Make, thread: ThreadPoolExecutor) -> None:
+    region, held = lazily(make, "disk")
+    memsaver.cpu_backup(held[0].tensor, clone=True)
+    with controls.held("pread"):
+        reader = thread.submit(lambda: memsaver.cpu_backup(held[0].tensor, clone=True))
+        until(lambda: controls.stopped("pread"))
+        with pytest.raises(memsaver.WaitTimeoutError) as caught:
+            region.pause(timeout=0)
+        assert caught.value.stage == "backup"
+        controls.go_on("pread")
+        reader.result(60)
+    region.pause()
+    assert region.offered_bytes == 0
+    region.resume()
+    check(held)
+
+
+@pytest.mark.parametrize("backup", ["host", "disk"])
+def test_the_bound_of_a_pause_ends_copies_of_offered_chunks(make: Make, backup: str) -> None:
+    """Those that have ended remain, and the next pause copies the others, to the memory that the first one took."""
+    region, held = lazily(make, backup)
+    with pytest.raises(memsaver.WaitTimeoutError) as caught:
+        region.pause(timeout=0)
+    assert caught.value.stage == "backup"
+    assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, 2 * CHUNK)  # after one batch
+    region.pause()
+    assert (region.offered_bytes, region.backup_bytes) == (0, 4 * CHUNK)
     region.resume()
     check(held)
 
