@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -19,6 +20,13 @@ from tests.support import MIB, Block, Fill, blocks, free_bytes, host_held_bytes,
 
 Make = Callable[..., memsaver.Region]
 CHUNK = 32 * MIB
+
+
+@pytest.fixture(autouse=True)
+def nothing_rests() -> None:
+    """Memory that earlier tests freed would come back within a test, in the place of offered memory."""
+    gc.collect()
+    memsaver.trim()
 
 
 @pytest.fixture(autouse=True)
