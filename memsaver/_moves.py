@@ -118,7 +118,7 @@ class Move:
             self._hold_sources(coming)
             if _stale != "off":
                 every = map(wrapper, move.resuming)
-                full = {each for each in coming if each.backup_bytes}
+                full = {each for each in coming if each._core.keeps_contents}
                 self._blank = [each for each in every if each not in full and not each.written_in_use]
                 if self._blank:
                     _check_no_capture("a fill for the option 'stale'")
@@ -226,7 +226,7 @@ class Move:
 
         Raises RegionPausedError if a source has no contents then, ValueError if it does not exist.
         """
-        derived = {each: each.backup for each in coming if isinstance(each.backup, Derived) and not each.backup_bytes}
+        derived: dict[Region, Any] = {each: each.backup for each in coming if is_rebuilt(each)}
         if not derived:
             return
         _check_no_capture("a rebuild")
@@ -295,7 +295,12 @@ def _check_no_capture(step: str) -> None:
 
 def has_contents(region: Region) -> bool:
     """Whether a resume of a paused region brings contents, or there are none to bring."""
-    return bool(region.backup_bytes or not region.allocated_bytes)
+    return bool(region._core.keeps_contents or not region.allocated_bytes)
+
+
+def is_rebuilt(region: Region) -> bool:
+    """Whether a resume of a paused region computes its contents: its pause has kept none."""
+    return isinstance(region.backup, Derived) and not region._core.keeps_contents
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:

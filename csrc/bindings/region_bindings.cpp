@@ -214,6 +214,7 @@ void bind_regions(nb::module_& module) {
       .def_prop_ro("sealed", &looked<&Region::sealed>)
       .def_prop_ro("discarded", &looked<&Region::discarded>)
       .def_prop_ro("backup_bytes", &looked<&Region::backup_bytes>)
+      .def_prop_ro("keeps_contents", &looked<&Region::keeps_contents>)
       .def_prop_ro("chunks", &chunk_sizes)
       .def("owns", &Region::owns, "address"_a)
       .def("thaw", &thaw, unlocked)

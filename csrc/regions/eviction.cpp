@@ -45,10 +45,7 @@ Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, c
   saver.reset();
   if (!given.error) return given;
   if (!drain_copies(driver)) core().mark_lost(region.device);
-  std::vector<Slot> left;
-  for (const Slot& slot : region.slots())
-    if (!intersect(slots, {slot}).empty()) left.push_back(slot);
-  region.unmap(left, nullptr);
+  region.unmap(slots, nullptr);  // those that are mapped still
   return given;
 }
 

@@ -113,6 +113,7 @@ class Region : public RegionOptions {
     const std::shared_ptr<Backup> held = backup();
     return held != nullptr ? held->kept_bytes() : 0;
   }
+  bool keeps_contents() const { return backup() != nullptr; }              // copied, or in offered chunks
   std::shared_ptr<Backup> replace_backup(std::shared_ptr<Backup> backup);  // returns the former
   // Frozen with a copy: it takes no allocations, since the copy would lack them.
   bool sealed() const { return frozen && backup() != nullptr; }

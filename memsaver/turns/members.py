@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import memsaver
 from memsaver import _core, _guests, regions
-from memsaver._moves import has_contents
+from memsaver._moves import has_contents, is_rebuilt
 from memsaver.errors import Error, WaitTimeoutError
 from memsaver.policies import READERS_S, Backup, Bounds, Derived, Lazy, Restore
 from memsaver.regions import Selection as Tags
@@ -368,8 +368,8 @@ def _ready(tags: Sequence[str], coming: Sequence[str]) -> Ready:
         derived=tuple(
             (each.tag, source, _source_state(source))
             for each in concerned
-            if isinstance(each.backup, Derived) and each.tag in resuming and each.state == "paused"
-            for source in (each.backup.after if not each.backup_bytes else ())
+            if each.tag in resuming and each.state == "paused" and is_rebuilt(each)
+            for source in each.backup.after  # type: ignore[union-attr]
         ),
     )
 

@@ -136,6 +136,21 @@ def test_a_source_that_stays_away_is_refused_before_anything_moves(pair: Pair) -
     copy.resume(restore=False)  # needs no source
 
 
+def test_a_source_that_is_paused_lazily_brings_its_contents(pair: Pair) -> None:
+    def rebuild() -> None:
+        rebuilt.append(made.copy_(first))
+
+    rebuilt: list[torch.Tensor] = []
+    source, copy = pair(rebuild)
+    first, made = source.empty(SIZE).fill_(3), copy.empty(SIZE)
+    memsaver.pause([source, copy], lazy=True)
+    memsaver.resume([source, copy])
+    assert bool((made == 3).all()) and len(rebuilt) == 1
+    copy.pause(backup="host", lazy=True)
+    copy.resume()  # its contents were kept
+    assert bool((made == 3).all()) and len(rebuilt) == 1
+
+
 def test_a_rebuild_that_fails_leaves_all_regions_of_the_resume_paused_with_their_contents(pair: Pair) -> None:
     fails = True
 

@@ -174,6 +174,17 @@ def test_scratch_in_the_place_of_a_freed_tensor_is_not_stale(make: Make) -> None
     memsaver.check_written(region)
 
 
+def test_contents_that_a_lazy_pause_offers_are_neither_filled_nor_stale(make: Make) -> None:
+    kept, blank = make("host"), make()
+    held = [kept.empty(1000).fill_(2), blank.empty(1000)]
+    memsaver.pause([kept, blank], lazy=True)
+    memsaver.resume([kept, blank])
+    assert bool((held[0] == 2).all())
+    memsaver.check_written(kept)
+    with pytest.raises(memsaver.StaleError):
+        memsaver.check_written(blank)
+
+
 def test_a_rebuild_that_leaves_a_tensor_out_is_found(tag: str) -> None:
     region = memsaver.region(tag, "cpu", memsaver.Derived(lambda: tensors[0].fill_(1), after=[]))
     tensors = [region.empty(500), region.empty(300)]
