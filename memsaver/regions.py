@@ -636,6 +636,11 @@ def selected(tags: Selection, name: str = "tags") -> list[str | Region]:
     return parts
 
 
+def known_tags(every: Iterable[Region] | None = None) -> set[str]:
+    """The tags of all regions and guests. ``every``: all regions, if the caller has them."""
+    return {each.tag for each in (all_regions() if every is None else every)} | _guests.tags()
+
+
 def find(tags: Selection, name: str = "tags") -> list[Region]:
     """The regions that a selection names, in the order in which they were made. None selects all regions.
 
@@ -647,7 +652,7 @@ def find(tags: Selection, name: str = "tags") -> list[Region]:
     if tags is None:
         return regions
     parts = selected(tags, name)
-    known = {each.tag for each in regions} | _guests.tags()
+    known = known_tags(regions)
     for each in parts:
         if isinstance(each, Region):
             _ = each._core  # raises if the region was closed

@@ -17,7 +17,7 @@ class PiecedBackup final : public Backup {
   PiecedBackup(Ranges parts, Make make) : Backup(std::move(parts)), make_(std::move(make)) {}
 
   std::size_t kept_bytes() const override { return kept_; }
-  // Saves what is missing within the batches. `saved` has it after the end of the saver.
+  // The saver copies the contents within the batches that were not copied before. Its destructor adds them to `saved`.
   std::unique_ptr<Saver> saver(Driver& driver, Ranges batches) override;
   std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted) override;
   std::byte* view(Range range) override;

@@ -69,8 +69,8 @@ void Transfer::claim(Coming& coming) {
   }
 }
 
-// Waits for memory with the chunks still offered: two resumes that wait could else each hold what the other one lacks.
-// The first chunk shows that it is this demand's turn.
+// Waits for the first chunk while the region's own chunks stay offered. If each of two waiting resumes held its own
+// chunks, each could lack those of the other. The first chunk shows that it is this demand's turn.
 Chunk Transfer::claim_offered(ChunkRequest& request, bool snug) {
   Chunk first;
   if (std::all_of(coming_.begin(), coming_.end(), [](const Coming& coming) { return coming.claimed; })) return first;
@@ -143,7 +143,7 @@ bool Transfer::give_more(std::size_t bytes) {
   return true;
 }
 
-// The bytes that a demand needs beyond what its source has; at least a page, since the attempt has failed.
+// The bytes of the demand that its source does not have. At least a page: the attempt has failed.
 std::size_t Transfer::lacking(bool snug) const {
   const std::size_t needed = bytes_of(needs(snug)), free = device_.source().look().free;
   return std::max(kPage, needed - std::min(needed, free));

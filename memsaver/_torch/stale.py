@@ -19,7 +19,7 @@ from memsaver import _moves
 from memsaver._adapter import loaded
 from memsaver._torch.checksums import bytes_at
 from memsaver.errors import Error, StaleError
-from memsaver.regions import Ranges, Region, Selection, find, outside
+from memsaver.regions import Region, Selection, find, outside
 
 _PIECE = 64  # bytes
 _LEAST = 4  # bytes of a tensor: shorter ones may have the pattern by chance
@@ -121,7 +121,7 @@ def fill(region: Region) -> None:
     """Fills the allocations of a region that is mapped and unused. The caller waits for the device."""
     # No byte is 0, 1 or 255, as those of masks and flags are.
     pattern = bytes(0x90 + secrets.randbelow(0x60) for _ in range(16)) * (_PIECE // 16)
-    made = _Fill(torch.frombuffer(bytearray(pattern), dtype=torch.uint8), dict(_blocks(region)))
+    made = _Fill(torch.frombuffer(bytearray(pattern), dtype=torch.uint8), _blocks(region)[0])
     with outside(), torch.no_grad():
         on_device = made.pattern.to(region.device)
         for address, nbytes in made.blocks.items():
@@ -141,11 +141,14 @@ def forget_all() -> None:
     _fills.clear()
 
 
-def _blocks(region: Region) -> Ranges:
-    """Address and bytes of each allocation. With a pool of torch the requested bytes, else rounded up to 512."""
+def _blocks(region: Region) -> tuple[dict[int, int], bool]:
+    """Bytes of each allocation by address, and whether they are those requested, as in a pool of torch.
+
+    Without such a pool they are rounded up to 512.
+    """
     router = loaded()
     known = router.blocks(region) if router is not None else None
-    return list(region._core.segments()) if known is None else known
+    return dict(region._core.segments() if known is None else known), known is not None
 
 
 def _raise(regions: Iterable[Region]) -> None:
@@ -165,9 +168,7 @@ def _raise(regions: Iterable[Region]) -> None:
 
 def _unwritten(region: Region, made: _Fill) -> Iterator[tuple[str, int, int]]:
     """Name, bytes, and bytes that hold the pattern."""
-    now = dict(_blocks(region))
-    router = loaded()
-    is_exact = router is not None and router.blocks(region) is not None
+    now, is_exact = _blocks(region)
     named: dict[int, list[tuple[str, int, int]]] = {}
     kept = sorted(address for address, nbytes in made.blocks.items() if now.get(address) == nbytes)
     for name, address, nbytes in _named():

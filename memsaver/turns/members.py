@@ -391,5 +391,5 @@ def _of_existing(names: Sequence[str], given: Any) -> Any:
 
 
 def _existing(tags: Sequence[str]) -> list[str]:
-    known = {each.tag for each in regions.all_regions()} | _guests.tags()
+    known = regions.known_tags()
     return [tag for tag in tags if tag in known]

@@ -140,10 +140,11 @@ def phase(
 @contextmanager
 def _entered_phase(name: str, bounds: Bounds, backup: Backup, lazy: Lazy, restore: Restore) -> Iterator[Transition]:
     entered = _phases[name]
-    coming, coming_late = (_open(each) for each in (entered.resident, entered.late))
-    lingering = set(_open([part for part in entered.lingering if isinstance(part, Region) or part in _known()]))
-    named = set[str | Region]().union(*(each.parts for each in _phases.values()))
     every = regions.all_regions()
+    known = regions.known_tags(every)
+    coming, coming_late = (_open(each) for each in (entered.resident, entered.late))
+    lingering = set(_open([part for part in entered.lingering if isinstance(part, Region) or part in known]))
+    named = set[str | Region]().union(*(each.parts for each in _phases.values()))
     staying = {*coming, *coming_late}
     leaving = [each for each in every if (each in named or each.tag in named) and each not in staying]
     # Tags of guests alone. A tag with regions moves by them: a phase can name some of its regions.
@@ -187,10 +188,6 @@ def _overlap(one: str | Region, other: str | Region) -> bool:
 
 def _open(parts: Iterable[str | Region]) -> list[Region]:
     return regions.find([part for part in parts if isinstance(part, str) or not part._handle.closed])
-
-
-def _known() -> set[str]:
-    return {each.tag for each in regions.all_regions()} | _guests.tags()
 
 
 def _of(side: Chosen, given: Any) -> Any:
