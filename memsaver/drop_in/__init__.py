@@ -15,9 +15,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Final, Literal
 
+from memsaver_drop_in import when_imported
+
 from memsaver._adapter import PATCHES, note, patch
 from memsaver.config import DROP_INS, parse_drop_in
-from memsaver.drop_in.memsaver_drop_in import when_imported
 from memsaver.errors import Error
 
 log = logging.getLogger("memsaver")

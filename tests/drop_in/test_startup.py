@@ -11,11 +11,12 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
+import memsaver_drop_in
 import pytest
+from memsaver_drop_in import when_imported
 
 from memsaver import cli, drop_in
-from memsaver.drop_in import DropInError, memsaver_drop_in
-from memsaver.drop_in.memsaver_drop_in import when_imported
+from memsaver.drop_in import DropInError
 from memsaver.drop_in.startup import PRELOAD, managed, python_path
 from memsaver.errors import ConfigError
 from tests.drop_in import fake_vllm

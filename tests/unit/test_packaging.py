@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -57,6 +58,27 @@ def test_library_and_broker_run_without_torch() -> None:
         print(region.state, cli.main(["config"]))
     """
     assert run_clean(source).splitlines()[-1] == "active 0"
+
+
+def test_the_files_of_a_wheel_suffice(tmp_path: Path) -> None:
+    """The core is that of this environment: its compilation takes a minute. -S: without the checkout."""
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps"]
+    python_only = "-C", "wheel.cmake=false", "-C", "wheel.py-api=py3"
+    subprocess.run([*build, *python_only, "-w", str(tmp_path), str(ROOT)], check=True, timeout=300)
+    [wheel] = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", "zip")
+    shutil.copy(memsaver._core.__file__, tmp_path / "site/memsaver")
+    path = f"{tmp_path / 'site'}:{sysconfig.get_path('purelib')}"
+    program = "from memsaver import cli, drop_in; cli.main(['drop-in', 'path']); print(drop_in.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", program], env={**os.environ, "PYTHONPATH": path, "MEMSAVER_DROP_IN": ""},
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.stderr == ""
+    start, module = map(Path, done.stdout.split())
+    assert module.parent.parent == start.parent.parent == tmp_path / "site/memsaver"
+    assert (start / "sitecustomize.py").exists()
+    assert (tmp_path / "site/memsaver_drop_in/__init__.py").exists()
 
 
 def test_free_threaded_python_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
 if os.environ.get("MEMSAVER_DROP_IN"):
-    import memsaver_drop_in  # type: ignore[import-untyped]
+    import memsaver_drop_in
 
     memsaver_drop_in.start()
 

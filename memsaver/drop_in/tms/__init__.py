@@ -8,8 +8,9 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Final
 
+from memsaver_drop_in import when_imported
+
 from memsaver.drop_in import DropInError, Hook
-from memsaver.drop_in.memsaver_drop_in import when_imported
 from memsaver.drop_in.startup import PACKAGES
 
 PACKAGE: Final = "torch_memory_saver"

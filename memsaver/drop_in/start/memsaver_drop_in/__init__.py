@@ -1,5 +1,4 @@
-"""Entry points of other libraries' plugins, and callbacks at imports. Installed as ``memsaver_drop_in`` too, apart from
-the package ``memsaver``.
+"""Entry points of other libraries' plugins, and callbacks at imports. Installed as the package ``memsaver_drop_in``.
 
 Python imports this module in each process of a library that loads plugins, with or without the variable. So it imports
 nothing of memsaver until the variable is set.
