@@ -46,10 +46,8 @@ void Resting::mark() {
   } catch (const DriverError&) {
     return;  // no mark now: the segments keep resting
   }
-  if (ticket == nullptr) {
-    has_no_marks_ = true;
-    return;
-  }
+  has_no_marks_ = ticket == nullptr;
+  if (has_no_marks_) return;
   std::lock_guard lock(mutex_);
   for (auto rest = rests_.rbegin(); rest != rests_.rend() && rest->ticket == nullptr; ++rest)
     if (rest->number <= last) rest->ticket = ticket;
@@ -115,7 +113,7 @@ bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
       } catch (const Error&) {
         return false;
       }
-      return reap(freed) || given_back_ != seen;
+      if (reap(freed) || given_back_ != seen) return true;  // else another thread sweeps what this wait has freed
     } else {
       sleep_for(std::min<Clock::duration>(pause, deadline - at));
     }

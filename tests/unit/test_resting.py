@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
+import torch
 
 import memsaver
 from memsaver import _core
@@ -96,6 +98,25 @@ def test_a_resume_waits_for_memory_that_another_region_freed(make: Make, stream:
         other.resume()
         assert controls.clock_now() >= freed + 0.5
         held.check()
+
+
+def test_two_allocations_wait_for_the_same_freed_memory_without_marks(
+    make: Make, stream: int, request: pytest.FixtureRequest
+) -> None:
+    """As before CUDA 12.5: both wait for the device, and one of them returns the memory for both."""
+    busy, takers = make(), (make(), make())
+    request.addfinalizer(lambda: controls.record_supported(True))
+    controls.record_supported(False)
+    block = Block(busy, SIZE)
+    with Fill(), ThreadPoolExecutor(2) as threads, controls.held("cuMemUnmap"):
+        free_under_a_kernel(stream, block, 0.5)
+        del block
+        both = [threads.submit(each.empty, SIZE // 2, torch.uint8) for each in takers]
+        until(lambda: controls.stopped("cuMemUnmap"))
+        assert not wait(both, 0.2).done
+        controls.go_on("cuMemUnmap")
+        taken = [each.result(60) for each in both]
+    del taken
 
 
 def test_the_wait_for_freed_memory_is_bounded(make: Make, stream: int) -> None:
