@@ -18,8 +18,10 @@ import torch
 
 ray = pytest.importorskip("ray", reason="needs ray")
 
+import memsaver  # noqa: E402
 from examples.colocate import __main__ as command  # noqa: E402
 from examples.colocate import countdown  # noqa: E402
+from examples.colocate.checks.checked_actors import CheckedTrainer  # noqa: E402
 from examples.colocate.loop import TrainerActor  # noqa: E402
 from examples.colocate.model import parameter_shapes  # noqa: E402
 from examples.colocate.model.folder import load_config  # noqa: E402
@@ -145,6 +147,14 @@ def test_ranks_gather_if_an_engine_is_on_another_device_than_a_rank(engines: str
     written.clear()
     actor.write_weights([("a", pickle.dumps({}), {})], {"a", "b"})  # a rank without an engine
     assert written == [([EngineWeights({}, {})], True)]
+
+
+def test_an_actor_that_a_recovery_has_paused_overwrites_free_memory() -> None:
+    actor: Any = object.__new__(CheckedTrainer)
+    actor.device, actor.rank, actor.sharers, actor.free_bytes = torch.device("cpu"), 0, 1, lambda: 1 << 20
+    assert actor.overwrite() == 1 << 20
+    memsaver.pause("overwrite")
+    assert actor.overwrite() == 1 << 20
 
 
 def test_an_actor_that_hangs_is_named_after_a_bound() -> None:

@@ -57,7 +57,9 @@ class Memory(Worker):
         count = self.free_bytes() if self.rank % self.sharers == 0 else 0
         if count == 0:
             return 0
-        taken = memsaver.region("overwrite", device=str(self.device)).empty((count,), torch.uint8)
+        region = memsaver.region("overwrite", device=str(self.device))
+        region.resume()  # a recovery pauses all regions
+        taken = region.empty((count,), torch.uint8)
         taken.fill_(0xFF)
         del taken
         memsaver.trim("overwrite")
