@@ -9,10 +9,13 @@ it releases has one cycle. Needs 96 GiB of device memory and 80 GiB of host memo
 - first: a first pause, which pins host memory, and the host memory that the process holds then.
 - switch: one region out and another one in through the same chunks, on a full device.
 - within: 64 GiB from region to region without a backup.
+- lazy: two regions of 64 GiB, or less if the device has less, in turns by lazy pauses: both fit, or 10 GiB are lacking.
+  Beside it the pause of such a region without a copy and its resume, by retained chunks.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +25,7 @@ import memsaver
 from benchmarks.harness import subjects
 from benchmarks.harness.command import Options, Run, count, number
 from benchmarks.harness.limits import Limit
-from benchmarks.harness.machine import GIB, MIB, anonymous, touch
+from benchmarks.harness.machine import GIB, MIB, anonymous, total_bytes, touch
 from benchmarks.harness.pools import free_bytes
 from benchmarks.harness.processes import Sample, in_process
 from benchmarks.harness.work import Contents, Work, median, share, size, timed
@@ -31,6 +34,7 @@ DEVICES = ("cuda", "cpu")
 LARGE = Work(2, 32 * GIB, backup="none")
 MEDIUM = Work(256, 64 * MIB)
 SMALL = Work(4096, 2 * MIB)
+ROOM = 8 * GIB  # of a device, for contexts and comparisons
 SPARE = 768 * MIB  # of a full device
 
 
@@ -133,6 +137,44 @@ def within(run: Run, limit: Limit) -> None:
     run.table(f"{size(work.total)} from region to region, without a backup", took)
 
 
+def lazy(run: Run, limit: Limit) -> None:
+    most = (total_bytes(run.device) - ROOM) / 2 / LARGE.total if run.device != "cpu" else 1.0
+    work = replace(LARGE.scaled(min(run.options.scale, most)), backup="host")
+    rows = {"pause without copies, resume, chunks retained": in_process(unmapped, work=work, device=run.device)}
+    for lacking in (0, 10 * work.total // 64):
+        how: dict[str, Any] = {"work": work, "lacking": lacking, "cycles": 20, "device": run.device}
+        rows[f"lazy switch, {size(lacking)} are lacking"] = in_process(lazy_switches, **how)
+    run.table(f"two regions of {size(work.total)} with contents", rows)
+
+
+def unmapped(work: Work, device: str) -> Sample:
+    """Of a region with a backup, so that it has as many chunks."""
+    memsaver.configure(retain=subjects.RETAIN)
+    region = memsaver.region("work", device=device, backup="host")
+    with region:
+        tensors = work.allocate(device)
+    took = []
+    for _ in range(6):
+        took.append(timed(device, lambda: region.pause(backup="none")) + timed(device, region.resume))
+    del tensors
+    return {"ms": median(took[1:]), "most, ms": max(took)}
+
+
+def lazy_switches(work: Work, lacking: int, cycles: int, device: str) -> Sample:
+    Contents([torch.empty(8 * MIB, dtype=torch.int64, device=device)])  # torch keeps memory for comparisons
+    memsaver.region("none", device=device)  # opens the device
+    filler = _taken(device, free_bytes(device) - 2 * work.total + lacking) if lacking else None
+    sides = subjects.Sides(work, device, lazy=True)
+    moved: list[int] = []
+
+    def act(out: memsaver.Region, into: memsaver.Region) -> None:
+        moved.append(memsaver.switch(pause=out.tag, resume=into.tag, lazy=True).copied_bytes)
+
+    took = [sides.turn(act) for _ in range(cycles)]
+    del filler
+    return {"ms": median(took), "most, ms": max(took), "copied, GiB": max(moved) / GIB}
+
+
 def switches(work: Work, cycles: int, device: str, full: bool) -> Sample:
     """Two regions in turns: by a switch, and on a full device also by a pause and then a resume."""
     memsaver.configure(retain=subjects.RETAIN)
@@ -159,10 +201,13 @@ def _fill(device: str) -> torch.Tensor:
     """Takes all of the device but the spare bytes. On CUDA without memsaver."""
     memsaver.configure(retain=0)  # idle chunks would be room beside the spare bytes
     memsaver.configure(retain=subjects.RETAIN)
-    nbytes = free_bytes(device) - SPARE
+    return _taken(device, free_bytes(device) - SPARE)
+
+
+def _taken(device: str, nbytes: int) -> torch.Tensor:
     if device == "cpu":
         return memsaver.region("filler", device=device).empty((nbytes,), torch.uint8)
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-PARTS = {"table": table, "first": first, "switch": switch, "within": within}
+PARTS = {"table": table, "first": first, "switch": switch, "within": within, "lazy": lazy}

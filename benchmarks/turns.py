@@ -9,6 +9,9 @@ writes are not kept over training. All contents are compared in each step.
 Prints for each turn the bytes that must move, those that moved, seconds, and the ratio to plain pinned copies of the
 bytes that must move. "own": the methods of the slowest rank; "beyond": the rest of the turn. The cost of a turn with
 many ranks: --pairs 32 --small. If there are fewer cores than ranks, ranks wait for cores as well.
+
+"late": moments and a part of the KV cache come while the device works for a second, and the trainer's memory leaves
+while it does. The turn includes the waits at first uses.
 """
 
 from __future__ import annotations
@@ -37,22 +40,32 @@ from benchmarks.harness.work import Contents, Work, checksums, copy_rate, median
 from memsaver.distributed import Colocated, Group
 
 DEVICES = ("cuda", "cpu")
-POOL, DRIVER = "shared pool", "driver"
-PHASES = {
+POOL, LATE, DRIVER = "shared pool", "shared pool, late", "driver"
+TAGS = {"engine": ("weights", "kv_cache", "kv_rest"), "trainer": ("params", "moments", "workspace")}
+PHASES: dict[str, dict[str, Any]] = {
     "train": {"trainer": ["params", "moments", "workspace"]},
     "sync": {"trainer": ["params"], "engine": ["weights"]},
-    "rollout": {"engine": ["weights", "kv_cache"]},
+    "rollout": {"engine": ["weights", "kv_cache", "kv_rest"]},
+}
+LATE_PHASES: dict[str, dict[str, Any]] = {
+    "train": {"trainer": {"resident": ["params", "workspace"], "late": ["moments"]}},
+    "sync": {"trainer": ["params", "moments"], "engine": ["weights"]},
+    "rollout": {
+        "engine": {"resident": ["weights", "kv_cache"], "late": ["kv_rest"]},
+        "trainer": {"lingering": ["params", "moments"]},
+    },
 }
 KEPT = ("weights", "params", "moments")
 RULES: dict[str, Any] = {
-    "phases": PHASES,
     "backup": {"train": {"engine": {"weights": "none"}}},
     "restore": {"sync": {"engine": {"weights": False}}},
 }
 # Contents that are read again: those that go out, and those that come in, at the entry of each phase.
 MUST_OUT: dict[str, tuple[str, ...]] = {"train": (), "sync": ("moments",), "rollout": ("params",)}
+MUST_OUT_LATE: dict[str, tuple[str, ...]] = {**MUST_OUT, "sync": (), "rollout": ("params", "moments")}
 MUST_IN: dict[str, tuple[str, ...]] = {"train": ("params", "moments"), "sync": (), "rollout": ()}
 WARM_UP = 2  # steps
+WORK_S = 1.0  # of the device, before the first use of late memory
 TIMEOUT_S = 300.0
 MEMORY_S = 60.0
 
@@ -60,7 +73,7 @@ Turn = tuple[float, float, float]  # begin and end of enter(), and the seconds i
 
 
 def options(parser: Options) -> None:
-    parser.choice("--only", (POOL, DRIVER), "the sources of memory")
+    parser.choice("--only", (POOL, LATE, DRIVER), "the ways")
     parser.add_argument("--cycles", type=count, default=5, help="steps that count, after two")
     parser.add_argument("--pairs", type=count, default=1, help="of an engine and a trainer")
 
@@ -86,7 +99,8 @@ class Plan:
             params = 4 * 1_544_000_000 // (512 * MIB) * 512 * MIB
             capacity = total_bytes(devices[0]) - (8 + 4 * sharers) * GIB  # the rest is for contexts
             rest = (capacity // sharers - 3 * params) * 9 // 10 // GIB * GIB
-        sizes = {"weights": params // 2, "kv_cache": rest + 2 * params, "params": params, "moments": 2 * params}
+        sizes = {"weights": params // 2, "kv_cache": rest // 2, "kv_rest": rest - rest // 2 + 2 * params}
+        sizes |= {"params": params, "moments": 2 * params}
         return cls(way, run.options.pairs, run.options.cycles, devices, {**sizes, "workspace": rest}, capacity)
 
     def must(self, of: dict[str, tuple[str, ...]], phase: str) -> int:
@@ -110,7 +124,8 @@ def _report(run: Run, plan: Plan, found: list[Sample], limit: Limit) -> None:
     turns = [_figures(each) for each in zip(*(rank["turns"] for rank in found))]
     rows: dict[str, dict[str, Any]] = {}
     for at, phase in enumerate(PHASES):
-        out, into = plan.must(MUST_OUT, phase), plan.must(MUST_IN, phase)
+        out = plan.must(MUST_OUT_LATE if plan.way == LATE else MUST_OUT, phase)
+        into = plan.must(MUST_IN, phase)
         parts = {"both": min(out, into), "out": out - min(out, into), "into": into - min(out, into)}
         bus = [limit.ms(way, nbytes / len(plan.devices)) for way, nbytes in parts.items() if nbytes]
         row: dict[str, Any] = {"must move, GiB": (out + into) / GIB, "moved, GiB": found[0]["moved"][at] / GIB}
@@ -119,7 +134,7 @@ def _report(run: Run, plan: Plan, found: list[Sample], limit: Limit) -> None:
         rows[f"into {phase}"] = row
     rows["all"] = {name: sum(row[name] for row in rows.values()) for name in row}
     for row in rows.values():
-        row["of the bus"] = row["s"] / row["bus, s"]
+        row["of the bus"] = row["s"] / row["bus, s"] if row["bus, s"] else None
     run.table(f"{plan.way}, {plan.pairs} pairs", rows)
     rows = {}
     for name in turns[0]:
@@ -145,7 +160,7 @@ def _ranks(plan: Plan) -> list[Sample]:
     """Of each rank: its turns, bytes that moved by turn, and syncs. Engines have even numbers, trainers odd ones."""
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     queues = [(CONTEXT.Queue(), CONTEXT.Queue()) for _ in range(plan.pairs)]
-    with shared_pool(plan.capacity, *plan.devices) if plan.way == POOL else nullcontext() as pool:
+    with nullcontext() if plan.way == DRIVER else shared_pool(plan.capacity, *plan.devices) as pool:
         how: dict[str, Any] = {"port": store.port, "barrier": CONTEXT.Barrier(2 * plan.pairs), "timeout_s": 600.0}
         how |= {"plan": plan, "directory": pool.directory if pool else ""}
         ranks = [Process(rank_of_job, rank=rank, queues=queues[rank // 2], **how) for rank in range(2 * plan.pairs)]
@@ -161,16 +176,16 @@ def rank_of_job(rank: int, plan: Plan, directory: str, port: int, queues: Any, b
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(device)
-    memsaver.configure(pool="shared" if plan.way == POOL else "process", patches="multiprocessing")
-    tags = (("weights", "kv_cache"), ("params", "moments", "workspace"))[role]
+    memsaver.configure(pool="process" if plan.way == DRIVER else "shared", patches="multiprocessing")
+    name = ("engine", "trainer")[role]
     for builder in range(2):  # one role after the other: there is no room for both
         if builder == role:
-            member = Member({tag: plan.sizes[tag] for tag in tags}, device)
-            member.pause(list(tags))
+            member = Member({tag: plan.sizes[tag] for tag in TAGS[name]}, device)
+            member.pause(list(TAGS[name]))
         barrier.wait(TIMEOUT_S)
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-    members: dict[str, Any] = {("engine", "trainer")[role]: member}
-    group = Group(store=store, rank=rank, world_size=2 * plan.pairs, **RULES, **members)
+    phases, members = LATE_PHASES if plan.way == LATE else PHASES, dict[str, Any]({name: member})
+    group = Group(store=store, rank=rank, world_size=2 * plan.pairs, phases=phases, **RULES, **members)
     turns: list[Turn] = []
     moved: list[int] = []
     syncs: list[Sample] = []
@@ -178,7 +193,9 @@ def rank_of_job(rank: int, plan: Plan, directory: str, port: int, queues: Any, b
         for phase in PHASES:
             member.seconds, begin = 0.0, time.monotonic()
             with group.enter(phase, timeout=TIMEOUT_S, memory_timeout=MEMORY_S) as turn:
-                turns.append((begin, time.monotonic(), member.seconds))
+                end = time.monotonic()
+                end += member.wait(phase) if plan.way == LATE else 0
+                turns.append((begin, end, member.seconds))
                 moved.append(sum(each.copied_bytes for each in turn.transitions))
                 member.work(phase)
                 if phase == "sync":
@@ -214,6 +231,21 @@ class Member(Colocated):
     def resume(self, tags: Any = None, **options: Any) -> Any:
         return self._timed(super().resume, tags, **options)
 
+    def wait(self, phase: str) -> float:
+        """Uses resident memory for a second, if memory comes late, and returns the seconds until it has come."""
+        of_a_phase = LATE_PHASES[phase].get("engine" if "weights" in self.tensors else "trainer", ())
+        late = of_a_phase.get("late", ()) if isinstance(of_a_phase, dict) else ()
+        if not late:
+            return 0.0
+        began = time.monotonic()
+        while time.monotonic() < began + WORK_S:
+            self.tensors[of_a_phase["resident"][-1]][0].fill_(1)
+            synchronize(self.device)
+        began = time.monotonic()
+        for tag in late:
+            memsaver.regions.find([tag])[0].wait()
+        return time.monotonic() - began
+
     def work(self, phase: str) -> None:
         """Compares contents in the first phase that reads them, and writes to the memory of the phase."""
         if phase == "train" and "params" in self.tensors:
@@ -221,7 +253,7 @@ class Member(Colocated):
             self._contents.change()
         if phase == "rollout" and self._expected and checksums(self.tensors["weights"]) != self._expected:
             raise AssertionError("the engine's weights are not those that the trainer wrote")
-        for tag in PHASES[phase].get("engine" if "weights" in self.tensors else "trainer", ()):
+        for tag in PHASES[phase].get("engine" if "weights" in self.tensors else "trainer", ()):  # late ones have come
             for tensor in self.tensors[tag] if tag not in KEPT else ():
                 tensor.fill_(1)
 

@@ -108,7 +108,7 @@ MAKERS: dict[str, Callable[..., Subject]] = {
 class Sides:
     """Two regions of the same work, of which one is resident."""
 
-    def __init__(self, work: Work, device: str) -> None:
+    def __init__(self, work: Work, device: str, lazy: bool = False) -> None:
         self.device, self._resident = device, 0
         self.regions = [memsaver.region(f"side {side}", device=device, backup=work.backup) for side in range(2)]
         self.contents = []
@@ -116,7 +116,7 @@ class Sides:
             with region:
                 tensors = work.allocate(device)
             self.contents.append(Contents(tensors, kept=work.backup != "none"))
-            region.pause()
+            region.pause(lazy=lazy)
         self.regions[0].resume()
 
     def turn(self, act: Callable[[memsaver.Region, memsaver.Region], object]) -> float:

@@ -164,8 +164,10 @@ def turn(regions: list[memsaver.Region], choose: random.Random, is_over: Callabl
         chosen = choose.sample(regions, choose.randint(1, len(regions)))
         try:
             for region in chosen:
-                move = choose.choice((region.pause, lambda: region.resume(memory_timeout=0.05)))  # noqa: B023
-                move()
+                if choose.random() < 0.5:
+                    region.pause(lazy=choose.random() < 0.5)
+                else:
+                    region.resume(memory_timeout=0.05)
                 count += 1
         except (memsaver.OutOfMemoryError, memsaver.BrokerError):
             time.sleep(0.001)

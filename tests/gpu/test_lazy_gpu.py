@@ -1,0 +1,93 @@
+"""Lazy pauses of regions whose contents kernels and captured graphs write. See also test_shared_pool.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import memsaver
+from tests.gpu.fixtures import Make, Neighbour
+from tests.support import GIB, MIB
+
+pytestmark = pytest.mark.gpu
+
+CHUNK = 32 * MIB
+TAKEN = 256 * MIB  # at most, of the driver itself and by its rounding
+
+
+def numbers(region: memsaver.Region, nbytes: int, start: int) -> torch.Tensor:
+    return torch.arange(start, start + nbytes // 8, out=region.empty((nbytes // 8,), torch.int64))
+
+
+def check(tensor: torch.Tensor, start: int) -> None:
+    for at in range(0, tensor.numel(), 1 << 22):  # a comparison takes little memory of its own
+        part = tensor[at : at + (1 << 22)]
+        assert torch.equal(part, torch.arange(start + at, start + at + part.numel(), device="cuda"))
+
+
+def test_turns_of_sides_that_both_fit_copy_nothing(fresh: Make, driver_free: Callable[[], int]) -> None:
+    sides = fresh("one", "host"), fresh("two", "host")
+    held = [numbers(region, GIB, 7 * side) for side, region in enumerate(sides)]
+    sides[1].pause(lazy=True)
+    free = 0
+    for turn in range(20):
+        out, back = (sides[turn % 2], sides[1 - turn % 2])
+        held[turn % 2].add_(1)  # queued before the pause
+        assert memsaver.switch(pause=out, resume=back, lazy=True).copied_bytes == 0
+        assert (out.state, out.mapped_bytes, out.offered_bytes, back.offered_bytes) == ("paused", 0, GIB, 0)
+        assert turn < 2 or driver_free() == free  # the first kernels and copies take memory of the context
+        free = driver_free()
+    memsaver.resume(sides)
+    for side in range(2):
+        check(held[side], 7 * side + 10)
+
+
+@pytest.mark.parametrize("backup", ["host", "disk"])
+def test_a_demand_takes_what_it_lacks_and_graphs_stay_valid(
+    fresh: Make, neighbour: Neighbour, tmp_path: Path, backup: str
+) -> None:
+    memsaver.configure(disk_dir=tmp_path)
+    weights, other = fresh("weights", backup), fresh("other", "host")
+    held = numbers(weights, 2 * GIB, 0)
+    graph = memsaver.CUDAGraph()
+    with memsaver.graph(graph, f"{weights.tag}-graph", needs=weights):
+        held.add_(1)
+    torch.cuda.synchronize()
+    for turn in range(3):
+        torch.cuda.empty_cache()
+        graph.replay()
+        weights.pause(lazy=True)
+        with pytest.raises(memsaver.RegionPausedError):
+            graph.replay()
+        neighbour.hold(keep=GIB)
+        lacking = GIB - torch.cuda.mem_get_info()[0] + 512 * MIB
+        more = numbers(other, GIB + 512 * MIB, turn)
+        assert lacking <= weights.backup_bytes <= lacking + CHUNK + TAKEN
+        assert weights.backup_bytes + weights.offered_bytes == 2 * GIB
+        copied = weights.backup_bytes
+        neighbour.tell("release")
+        assert weights.resume().copied_bytes == copied
+        check(more, turn)
+        del more
+        memsaver.trim(other.tag)
+        check(held, turn + 1)
+
+
+def test_an_allocation_of_torch_gets_offered_memory(fresh: Make, neighbour: Neighbour) -> None:
+    """In a region, by torch's allocator, with kernels that wrote to the offered memory directly before."""
+    region, other = fresh("offered", "host"), fresh("other")
+    held = numbers(region, 2 * GIB, 5)
+    torch.cuda._sleep(1 << 28)
+    held.add_(1)
+    region.pause(lazy=True)
+    neighbour.hold(keep=512 * MIB)
+    with other:
+        more = torch.full((GIB // 8,), 3, dtype=torch.int64, device="cuda")
+    assert region.backup_bytes >= 512 * MIB - TAKEN
+    neighbour.tell("release")
+    assert bool((more == 3).all())
+    region.resume()
+    check(held, 6)
