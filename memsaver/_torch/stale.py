@@ -39,7 +39,9 @@ _names: dict[str, weakref.ref[Tensor]] = {}
 
 
 def name_tensors(module: torch.nn.Module, prefix: str = "") -> None:
-    """Gives names to parameters and buffers, for the errors of ``memsaver.check_written()``.
+    """Gives names to the tensors of a module, for the errors of ``memsaver.check_written()``.
+
+    These are parameters, buffers, and tensors that are attributes of a submodule or elements of such a list or tuple.
 
     Args:
         module: The module. Its tensors are not kept alive.
@@ -58,8 +60,18 @@ def name_tensors(module: torch.nn.Module, prefix: str = "") -> None:
     named = itertools.chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     )
-    for name, tensor in named:
+    for name, tensor in itertools.chain(named, _attributes(module)):
         _names[prefix + name] = weakref.ref(tensor)
+
+
+def _attributes(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Such as the stacked weights of LoRA adapters in engines."""
+    for path, submodule in module.named_modules():
+        for name, value in vars(submodule).items():
+            parts = enumerate(value) if isinstance(value, (list, tuple)) else [("", value)]
+            for at, part in parts:
+                if isinstance(part, Tensor):
+                    yield ".".join(filter(None, [path, name, str(at)])), part
 
 
 def check_written(tags: Selection = None) -> None:
@@ -102,13 +114,16 @@ def is_pending(regions: Iterable[Region]) -> bool:
     return bool(_fills) and _moves.stale() in ("warn", "raise") and any(each in _fills for each in regions)
 
 
-def check_first_use(regions: Sequence[Region]) -> None:
-    """The check at the first use of regions after a resume, by the option: an error, a warning or none."""
+def check_first_use(regions: Sequence[Region], only_named: bool = False) -> None:
+    """The check at the first use of regions after a resume, by the option: an error, a warning or none.
+
+    ``only_named``: memory without a name may be a buffer that the first use itself writes.
+    """
     if not is_pending(regions):
         return
     chosen = [each for each in regions if each in _fills]
     try:
-        _raise(chosen)
+        _raise(chosen, only_named)
     except StaleError as error:
         if _moves.stale() == "raise":
             raise
@@ -151,9 +166,9 @@ def _blocks(region: Region) -> tuple[dict[int, int], bool]:
     return dict(region._core.segments() if known is None else known), known is not None
 
 
-def _raise(regions: Iterable[Region]) -> None:
+def _raise(regions: Iterable[Region], only_named: bool = False) -> None:
     chosen = [each for each in regions if each in _fills and not each._handle.closed and each.state == "active"]
-    found = [each for region in chosen for each in _unwritten(region, _fills[region])]
+    found = [each for region in chosen for each in _unwritten(region, _fills[region], only_named)]
     if not found:
         for each in chosen:
             _fills.pop(each, None)
@@ -166,7 +181,7 @@ def _raise(regions: Iterable[Region]) -> None:
     raise StaleError(f"{many} memory came back: {names}{more}", tensors=found)
 
 
-def _unwritten(region: Region, made: _Fill) -> Iterator[tuple[str, int, int]]:
+def _unwritten(region: Region, made: _Fill, only_named: bool) -> Iterator[tuple[str, int, int]]:
     """Name, bytes, and bytes that hold the pattern."""
     now, is_exact = _blocks(region)
     named: dict[int, list[tuple[str, int, int]]] = {}
@@ -175,7 +190,7 @@ def _unwritten(region: Region, made: _Fill) -> Iterator[tuple[str, int, int]]:
         for block in kept:
             if block <= address and address + nbytes <= block + made.blocks[block]:
                 named.setdefault(block, []).append((name, address, nbytes))
-    for block in kept:
+    for block in named if only_named else kept:
         nbytes = made.blocks[block]
         if block in named:
             parts = named[block]

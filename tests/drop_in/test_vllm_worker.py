@@ -273,7 +273,7 @@ def test_without_a_shared_pool_the_assertion_stays(worker: Any) -> None:
 # Tensors that nobody wrote after a wake-up
 
 
-@pytest.mark.parametrize("missing", ["layer.scale", "drafter.layer.weight", ""])
+@pytest.mark.parametrize("missing", ["layer.scale", "drafter.layer.weight", "layer.lora.1", ""])
 def test_the_first_forward_pass_after_a_wake_up_needs_all_tensors_of_the_model(load: Load, missing: str) -> None:
     memsaver.configure(stale="raise")
     try:
@@ -281,6 +281,7 @@ def test_the_first_forward_pass_after_a_wake_up_needs_all_tensors_of_the_model(l
         worker = fake_vllm.worker()
         with allocator.use_memory_pool("weights"):
             models = [Sequential(), Sequential()]
+            _buffer = torch.zeros(1000)  # of the runner: the forward pass writes it
         with allocator.use_memory_pool("kv_cache"):
             _cache = torch.zeros(1000)
         worker.model_runner = SimpleNamespace(model=models[0], drafter=SimpleNamespace(model=models[1]))
@@ -315,6 +316,8 @@ class Sequential(torch.nn.Module):
         self.layer = torch.nn.Module()
         for name, size in (("weight", 700), ("scale", 1), ("cos", 40)):
             self.layer.register_buffer(name, torch.zeros(size), persistent=name != "cos")
+        self.layer.lora = (torch.zeros(40), torch.zeros(80))  # vLLM's slots of adapters are no buffers
 
     def named_tensors(self, prefix: str) -> Sequence[tuple[str, torch.Tensor]]:
-        return [(prefix + name, tensor) for name, tensor in self.named_buffers()]
+        adapters = [(f"layer.lora.{at}", tensor) for at, tensor in enumerate(self.layer.lora)]
+        return [(prefix + name, tensor) for name, tensor in [*self.named_buffers(), *adapters]]
