@@ -37,7 +37,7 @@ class Client:
     offered_bytes: int = 0  # of its chunks, those that lazy pauses offer
     inventory: set[int] | None = field(default_factory=set)  # ids in its `inventory` so far; None: it is complete
     is_user: bool = False  # of memory, unlike an admin client
-    report: dict[str, Any] | None = None  # its last one: see memsaver/ledger/messages.py
+    report: dict[str, Any] | None = None  # its last one: see memsaver/ledger/reports.py
     reported_at: float | None = None
     queried_at: float | None = None  # when a report was requested; None: none is outstanding
 
