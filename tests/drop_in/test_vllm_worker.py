@@ -273,7 +273,7 @@ def test_without_a_shared_pool_the_assertion_stays(worker: Any) -> None:
 # Tensors that nobody wrote after a wake-up
 
 
-@pytest.mark.parametrize("missing", ["layer.scale", "drafter.layer.weight", "layer.lora.1", ""])
+@pytest.mark.parametrize("missing", ["layer.scale", "drafter.layer.weight", "lora.1", ""])
 def test_the_first_forward_pass_after_a_wake_up_needs_all_tensors_of_the_model(load: Load, missing: str) -> None:
     memsaver.configure(stale="raise")
     try:
@@ -316,8 +316,8 @@ class Sequential(torch.nn.Module):
         self.layer = torch.nn.Module()
         for name, size in (("weight", 700), ("scale", 1), ("cos", 40)):
             self.layer.register_buffer(name, torch.zeros(size), persistent=name != "cos")
-        self.layer.lora = (torch.zeros(40), torch.zeros(80))  # vLLM's slots of adapters are no buffers
+        self.lora = (torch.zeros(40), torch.zeros(80))  # vLLM's slots of adapters are no buffers
 
     def named_tensors(self, prefix: str) -> Sequence[tuple[str, torch.Tensor]]:
-        adapters = [(f"layer.lora.{at}", tensor) for at, tensor in enumerate(self.layer.lora)]
+        adapters = [(f"lora.{at}", tensor) for at, tensor in enumerate(self.lora)]
         return [(prefix + name, tensor) for name, tensor in [*self.named_buffers(), *adapters]]
