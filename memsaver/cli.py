@@ -1,4 +1,4 @@
-"""The command ``memsaver``: starts and stops brokers, shows their status, and releases idle memory."""
+"""The command ``memsaver``: brokers and their status, idle memory, drop-ins, options, and the checks of the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from memsaver import _adapter, _core, ledger
+from memsaver import _adapter, _core, doctor, ledger
 from memsaver._adapter import TOUCHES
 from memsaver.broker import caller, daemon, discovery
 from memsaver.broker.clients import PAGE
@@ -28,7 +28,10 @@ _WIDEST_NAME = 40  # characters of a process in the table of `top`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0, or 1 with a message on stderr. Exits with 2 on wrong usage."""
+    """Runs one command. Returns the exit status: 0, or 1 with a message on stderr. Exits with 2 on wrong usage.
+
+    That of `doctor` has its findings.
+    """
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
@@ -76,6 +79,15 @@ def _parser() -> argparse.ArgumentParser:
     top.add_argument("--device", help="only this one (default: all pools of this user, and all GPUs)")
     top.add_argument("--json", action="store_true", help="print it as JSON")
     top.set_defaults(run=_top)
+
+    checks = commands.add_parser(
+        "doctor",
+        help="check driver, versions, variables, host memory, brokers and running processes",
+        description="Prints a line for each finding, the worst first: its state, the value, and the remedy below it."
+        " Exit status: 1 with warnings, 2 with errors.",
+    )
+    checks.add_argument("--json", action="store_true", help="print them as JSON")
+    checks.set_defaults(run=_doctor)
 
     trim = commands.add_parser("trim", help="give idle memory of the shared pools back to the driver")
     trim.add_argument("--device", help="that of one pool alone (default: all pools of this user)")
@@ -243,6 +255,15 @@ def _touched(as_json: bool) -> int:
     for name, by in TOUCHES.items():
         print(f"{name}: {'asked for' if name in asked else 'not asked for'}, by {by}")
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    found = doctor.examine()
+    if options.json:
+        print(json.dumps([dataclasses.asdict(each) for each in found]))
+    else:
+        print("\n".join(doctor.lines(found)))
+    return doctor.exit_status(found)
 
 
 def _trim(options: argparse.Namespace) -> int:

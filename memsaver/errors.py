@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -11,6 +12,9 @@ from memsaver.process_names import process_name
 
 GIB = 1 << 30
 _UNCHANGED = "; nothing has changed"
+CHECKED = "memsaver doctor checks this"  # the last line of texts whose cause a check looks for
+# Parts of the core's texts that get this line.
+_CHECKED = {"BackupError": ("nine tenths of the machine", "RLIMIT_MEMLOCK"), "BrokerError": ("of the protocol and",)}
 
 log = logging.getLogger("memsaver")
 
@@ -137,9 +141,11 @@ class BackupError(Error):
         remedies = [_REMEDIES[policy] for policy in ("host", "disk") if policy in kept.values()]
         if remedies == [_REMEDIES["disk"]] and self._of_pinned_memory:  # through which contents pass to a file
             remedies = ["free host memory, raise configure(host_limit=...), or pause with backup='none'"]
+        text, *lines = str(self).split("\n")
         figures = f"{gib(self.needed_bytes)} needed, {gib(self.held_bytes)} held, {gib(self.available_bytes)} available"
         names = ", ".join(map(repr, kept))
-        self.args = (f"no backup for {names}: {self} ({figures}); {'; '.join(remedies)}{_UNCHANGED}",)
+        text = f"no backup for {names}: {text} ({figures}); {'; '.join(remedies)}{_UNCHANGED}"
+        self.args = ("\n".join([text, *lines]),)
 
 
 _REMEDIES = {
@@ -287,6 +293,11 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.1f} MiB"
 
 
+def checked(text: str) -> str:
+    """The text of an error whose cause a check of ``memsaver doctor`` looks for."""
+    return f"{text}\n{CHECKED}"
+
+
 def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
     """Builds an exception for the core (see ``translate`` in csrc/bindings/module.cpp)."""
     if kind == "ValueError":
@@ -306,6 +317,8 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
         message += f": {names} (stage 'readers'){_UNCHANGED}"
     if kind == "WaitTimeoutError":
         message += f" (stage {fields['stage']!r}, after {fields['waited_s']:.2f} s){_UNCHANGED}"
+    if any(part in message for part in _CHECKED.get(kind, ())):
+        message = checked(message)
     return _KINDS[kind](message, **fields)
 
 
@@ -322,8 +335,9 @@ def _out_of_memory(fields: dict[str, Any]) -> str:
 
 def _ledger(device: str) -> tuple[list[dict[str, Any]], list[str]]:
     try:
-        found: tuple[list[dict[str, Any]], list[str]] = import_module("memsaver.ledger").for_error(device)
-        return found
+        rows, lines = import_module("memsaver.ledger").for_error(device)
+        others = any(row["pid"] not in (None, os.getpid()) for row in rows)
+        return rows, [*lines, CHECKED] if others else lines
     except Exception as error:  # it must not hide the error that it belongs to
         log.debug("no ledger of %s: %r", device, error)
         return [], []

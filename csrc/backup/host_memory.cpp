@@ -111,11 +111,11 @@ std::size_t left_in_cgroup(const std::string& folder, const Version& version) {
 
 // The memory of these nodes. As in MemAvailable, pages of files count as available, since the kernel drops them when
 // memory is short.
-std::size_t left_on_nodes(const std::vector<int>& nodes, std::size_t machine_has) {
+std::size_t left_on_nodes(const std::vector<int>& nodes, std::size_t machine_has, const std::string& root) {
   std::size_t available = 0, total = 0;
   for (const int node : nodes) {
     const std::string name = std::to_string(node);
-    const std::string info = text_of("/sys/devices/system/node/node" + name + "/meminfo");
+    const std::string info = text_of(root + "/sys/devices/system/node/node" + name + "/meminfo");
     const auto figure = [&](const char* key) {
       return number_after(info, "Node " + name + " " + key + ":").value_or(0) * kKiB;
     };
@@ -129,18 +129,18 @@ std::string text(std::size_t bytes) { return std::to_string(bytes) + " bytes"; }
 
 }  // namespace
 
-std::size_t host_memory_left(bool nodes_with_cpus_alone) {
-  const std::string info = text_of("/proc/meminfo");
+std::size_t host_memory_left(bool nodes_with_cpus_alone, const std::string& process, const std::string& root) {
+  const std::string info = text_of(root + "/proc/meminfo");
   const auto available = number_after(info, "MemAvailable:"), total = number_after(info, "MemTotal:");
   std::size_t left = available && total ? left_of(*available * kKiB, *total * kKiB) : kNoLimit;
-  if (nodes_with_cpus_alone) left = left_on_nodes(nodes_with_cpus(), available ? *available * kKiB : kNoLimit);
-  const std::string groups = text_of("/proc/self/cgroup");
+  if (nodes_with_cpus_alone) left = left_on_nodes(nodes_with_cpus(), available ? *available * kKiB : kNoLimit, root);
+  const std::string groups = text_of(root + "/proc/" + process + "/cgroup");
   for (const Version& version : {kSecond, kFirst}) {
     const auto own = cgroup_path(groups, version);
     if (!own) continue;
     // From the process's own group up to the root. In a container the path may not exist; the root always does.
     for (std::string path = *own;; path = path.substr(0, path.find_last_of('/'))) {
-      left = std::min(left, left_in_cgroup(version.mount + path, version));
+      left = std::min(left, left_in_cgroup(root + version.mount + path, version));
       if (path.empty()) break;
     }
   }

@@ -12,8 +12,9 @@ namespace memsaver {
 
 // The bytes that can be taken until nine tenths of the machine, or of the limit of one of its cgroups, are in use.
 // Reads both versions of cgroups, and all levels above the process's own. `nodes_with_cpus_alone`: only these NUMA
-// nodes count.
-std::size_t host_memory_left(bool nodes_with_cpus_alone);
+// nodes count. `process`: its pid, or "self"; `root`: the folder above /proc and /sys.
+std::size_t host_memory_left(bool nodes_with_cpus_alone, const std::string& process = "self",
+                             const std::string& root = "");
 
 // The NUMA nodes with CPUs. On some machines the memory of a GPU is a node (GH200, GB200), which has none.
 std::vector<int> nodes_with_cpus();

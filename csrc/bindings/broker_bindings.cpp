@@ -35,6 +35,14 @@ void bind_broker(nb::module_& module) {
   module.def("open_host_memory",
              [] { return std::make_unique<PhysicalMemory>(host::platform(), host::open(core().host_bytes()), "cpu"); });
   module.def("cuda_uuid", &cuda_uuid, "ordinal"_a);
+  module.def("cuda_version", &cuda_version);
+  module.def("gpu_facts", [] {
+    std::vector<nb::dict> found;
+    for (const GpuFacts& each : gpu_facts())
+      found.push_back(dict_of("name", each.name, "virtual_memory", each.virtual_memory, "posix", each.posix, "fabric",
+                              each.fabric, "mps", each.mps));
+    return found;
+  });
   nb::dict kinds, refusals;
 #define MEMSAVER_KIND(name, number) kinds[#name] = number;
   MEMSAVER_MESSAGES(MEMSAVER_KIND)

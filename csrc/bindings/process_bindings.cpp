@@ -5,6 +5,7 @@
 #include <thread>
 #include <utility>
 
+#include "backup/host_memory.h"
 #include "bindings/bindings.h"
 #include "pool/queries.h"
 #include "torch/torch_hooks.h"
@@ -103,7 +104,8 @@ nb::dict ledger_figures(const std::string& name) {
     }
   }
   return dict_of("used_bytes", used, "holdings", holdings, "lists_all", device.driver->lists_all(), "regions",
-                 region_rows(device), "retained_bytes", device.retained.idle_bytes(), "pooled_bytes", pooled);
+                 region_rows(device), "retained_bytes", device.retained.idle_bytes(), "host_held_bytes",
+                 device.arena.held_bytes(), "pooled_bytes", pooled);
 }
 
 }  // namespace
@@ -178,6 +180,10 @@ void bind_process(nb::module_& module) {
       },
       "directory"_a);
   module.def("release_host_memory", &release_host_memory, unlocked);
+  module.def(
+      "host_memory_left",  // of another process, for `memsaver doctor`
+      [](const std::string& process, const std::string& root) { return host_memory_left(false, process, root); },
+      "process"_a, "root"_a);
   module.def("bound_waits", &bound_waits);
   module.def("stop_background", &stop_background, nb::call_guard<ReleasedGil>());
   module.def(

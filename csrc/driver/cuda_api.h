@@ -79,6 +79,7 @@ constexpr int kAllocationPinned = 1;
 constexpr int kHandlePosixFd = 1, kHandleFabric = 8;
 constexpr int kAccessReadWrite = 3;
 constexpr int kAttributePosixFd = 103;
+constexpr int kAttributeFabric = 128;
 constexpr int kAttributeVirtualMemory = 102;
 constexpr int kAttributeRdma = 110;
 constexpr int kAttributeNumaConfig = 130;
@@ -96,7 +97,9 @@ constexpr int kGranularityMinimum = 0;
 #define MEMSAVER_CUDA_CALLS(required, optional)                                                                    \
   required(cuInit, 2000, unsigned)                                                                                 \
   required(cuGetErrorString, 6000, Result, const char**)                                                           \
+  optional(cuDriverGetVersion, 2020, int*)                                                                         \
   required(cuDeviceGetCount, 2000, int*)                                                                           \
+  optional(cuDeviceGetName, 2000, char*, int, Device)                                                              \
   required(cuDeviceGet, 2000, Device*, int)                                                                        \
   required(cuDeviceGetUuid, 11040, Uuid*, Device)                                                                  \
   required(cuDeviceGetAttribute, 2000, int*, int, Device)                                                          \

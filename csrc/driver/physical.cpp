@@ -81,6 +81,28 @@ std::vector<int> PhysicalMemory::compute_pids() const {
 
 bool PhysicalMemory::under_mps() const { return mps_serves(platform_.api, device_); }
 
+std::vector<GpuFacts> gpu_facts() {
+  const Api& calls = api();
+  std::vector<GpuFacts> found;
+  for (const Device device : all_devices(calls)) {
+    char name[256] = "";
+    if (calls.cuDeviceGetName != nullptr) calls.cuDeviceGetName(name, sizeof name, device);
+    const auto has = [&](int which) {
+      int value = 0;
+      return calls.cuDeviceGetAttribute(&value, which, device) == kSuccess && value != 0;
+    };
+    found.push_back({name, has(kAttributeVirtualMemory), has(kAttributePosixFd), has(kAttributeFabric),
+                     mps_serves(calls, device)});
+  }
+  return found;
+}
+
+int cuda_version() {
+  int version = 0;
+  const Api& calls = api();
+  return calls.cuDriverGetVersion != nullptr && calls.cuDriverGetVersion(&version) == kSuccess ? version : 0;
+}
+
 std::string cuda_uuid(int ordinal) { return uuid_of(platform(), device_at(ordinal)); }
 
 bool cuda_under_mps(int ordinal) { return mps_serves(api(), device_at(ordinal)); }

@@ -44,6 +44,14 @@ class PhysicalMemory {
   std::map<int, cuda::AllocationHandle> handles_;  // by descriptor
 };
 
+// What a GPU offers to memsaver, without an error where something is missing.
+struct GpuFacts {
+  std::string name;  // the driver's; that of a part of a GPU has "MIG" in it
+  bool virtual_memory, posix, fabric, mps;
+};
+std::vector<GpuFacts> gpu_facts();  // of the visible GPUs. Throws DriverError without a usable driver
+int cuda_version();                 // of the driver: 12080 is CUDA 12.8. 0: unknown. Throws as gpu_facts()
+
 std::unique_ptr<PhysicalMemory> open_cuda_memory(int ordinal);
 std::string cuda_uuid(int ordinal);  // throws BadArgument if there is no such device; so does the next
 bool cuda_under_mps(int ordinal);

@@ -167,6 +167,12 @@ Result cuDeviceGetAttribute(int* value, int which, Number) {
   }
 }
 
+void cuDriverGetVersion(int* version) { *version = 0; }
+
+void cuDeviceGetName(char* name, int size, Number) {
+  if (size > 0) *name = '\0';
+}
+
 void cuDeviceTotalMem(std::size_t* bytes, Number device) { *bytes = host().device(device).ledger.capacity(); }
 
 void cuDeviceCanAccessPeer(int* can, Number, Number) { *can = 0; }

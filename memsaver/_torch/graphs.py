@@ -18,7 +18,7 @@ import torch
 from memsaver import _core, regions
 from memsaver._adapter import adapter, note
 from memsaver._torch.stale import check_first_use
-from memsaver.errors import ConfigError, Error, RegionPausedError
+from memsaver.errors import ConfigError, Error, RegionPausedError, checked
 from memsaver.regions import Region, Selection
 
 _under_way: dict[int, tuple[weakref.finalize[Any, Any], Any]] = {}  # the end and the pool, by the id of the graph
@@ -189,12 +189,11 @@ def check_registration() -> None:
     value = os.environ.get(name)
     if value == "0" or not _has_communicators():
         return
-    raise ConfigError(
+    text = (
         f"{name} is {'not set' if value is None else repr(value)}, expected '0' before the first process group exists: "
-        "NCCL would register the buffers of captured collectives, and replays would hang after a pause and a resume",
-        option=name,
-        value=value,
+        "NCCL would register the buffers of captured collectives, and replays would hang after a pause and a resume"
     )
+    raise ConfigError(checked(text), option=name, value=value)
 
 
 def _has_communicators() -> bool:

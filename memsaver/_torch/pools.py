@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memsaver import _core
-from memsaver.errors import Error
+from memsaver.errors import Error, checked
 from memsaver.regions import Region
 
 LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libc10_cuda.so")
@@ -49,10 +49,11 @@ def _allocator(points: EntryPoints) -> Any:
 def new_pool(points: EntryPoints, device: torch.device) -> torch.cuda.MemPool:
     allocator = _allocator(points)
     if RELEASE < (2, 10) and torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]:
-        raise Error(
+        text = (
             f"torch {torch.__version__} has expandable segments on, and no regions beside them: turn them off "
             "(PYTORCH_CUDA_ALLOC_CONF), or use torch 2.10 or newer"
         )
+        raise Error(checked(text))
     with torch.cuda.device(device):
         return torch.cuda.MemPool(allocator)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from memsaver.broker import protocol
 from memsaver.broker.protocol import MalformedError, Message, RefusedError
-from memsaver.errors import BrokerError
+from memsaver.errors import BrokerError, checked
 
 _ADMIN_S = 10.0
 
@@ -152,4 +152,5 @@ def _asked(path: Path, kind: str, *words: int) -> Message:
         finally:
             caller.close()
     except RefusedError as error:
-        raise BrokerError(f"the broker at {path} {error}", path=str(path)) from None
+        text = f"the broker at {path} {error}"
+        raise BrokerError(checked(text) if error.code == "version" else text, path=str(path)) from None

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from memsaver.broker import discovery, procfs, protocol
-from memsaver.errors import BrokerError, ConfigError
+from memsaver.errors import BrokerError, ConfigError, checked
 
 LINGER_S = 30.0  # time without clients after which a broker ends that a client started
 _START_S = 30.0
@@ -28,12 +28,11 @@ with open(sys.argv[1], "ab") as log:
 
 
 def mps_error(device: str) -> ConfigError:
-    return ConfigError(
+    text = (
         f"the memory of {device} cannot be in a shared pool under MPS: one server process runs the kernels of all "
-        "processes, so the end of a process is not the end of its kernels",
-        option="pool",
-        value="shared",
+        "processes, so the end of a process is not the end of its kernels"
     )
+    return ConfigError(checked(text), option="pool", value="shared")
 
 
 def ensure(uuid: str, device: str, capacity: int | None = None, timeout_s: float = _START_S) -> Path:

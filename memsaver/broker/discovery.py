@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from memsaver.broker import protocol
-from memsaver.errors import BrokerError, ConfigError
+from memsaver.errors import BrokerError, ConfigError, checked
 
 _LONGEST_PATH = 107  # bytes in the address of a Unix socket
 _POLL_S = 0.01
@@ -77,7 +77,7 @@ def _own(path: Path) -> Path:
         named = os.environ.get(_VARIABLE)
         source = f"; it comes from {_VARIABLE} in the environment" if named else ""
         text = f"the directory of shared pools' sockets, {path}, {wrong}{source}"
-        raise ConfigError(text, option="pool_dir", value=named)
+        raise ConfigError(checked(text), option="pool_dir", value=named)
     return path
 
 

@@ -42,6 +42,7 @@ class StatusReporter:
                       "unused_bytes": int or None, "unused_why": str,   # kept at the last reclaim; None: none yet
                       "report_age_s": float or None,                                  # None: no report yet
                       "is_current": bool,   # it has answered the last request for a report
+                      "host_held_bytes": int or None,   # pinned host memory for backups; None: no report
                       "regions": [{"tag", "allocated_bytes", "mapped_bytes", "backup_bytes", "state", "backup"}],
                       "ledger": {"imported_bytes": int or None, "rows": [[kind, label, state, bytes]]} or None}]}
 
@@ -131,6 +132,7 @@ class StatusReporter:
             "unused_why": answer.why if answer else "",
             "report_age_s": None if reported_at is None else round(now - reported_at, 3),
             "is_current": client.queried_at is None,
+            "host_held_bytes": report.get("host_held_bytes"),
             "regions": [dict(zip(ledger.REGION_FIELDS, row)) for row in report["regions"]],
             "ledger": {name: report[name] for name in ("imported_bytes", "rows")} if client.report else None,
         }

@@ -89,16 +89,20 @@ def encoded(device: str) -> str:
     """
     found = own(device)[1]
     rows = sorted(([*_cut(part[:3]), part[3]] for part in found.parts or ()), key=_bytes_of)
+    figures = _core.ledger_figures(device)
     regions = [
         [*_cut((row["tag"], row["state"], row["backup"])), *(row[name] for name in REGION_FIELDS[3:])]
-        for row in _core.ledger_figures(device)["regions"]
+        for row in figures["regions"]
     ]
+    held = figures["host_held_bytes"]
     most = MOST_ROWS
     while True:
         if len(rows) > most:
             joined = sum(map(_bytes_of, rows[: len(rows) - most + 1]))
             rows = [["other", "", "", joined], *rows[len(rows) - most + 1 :]]
-        report = {"imported_bytes": found.imported, "rows": rows[::-1], "regions": regions[:most]}
+        report = {
+            "imported_bytes": found.imported, "host_held_bytes": held, "rows": rows[::-1], "regions": regions[:most]
+        }  # fmt: skip
         text = json.dumps(report, separators=(",", ":"))
         if len(text) <= _LONGEST_REPORT:
             return text
@@ -119,8 +123,10 @@ def decoded(text: str) -> dict[str, Any]:
         found = json.loads(text)
     except RecursionError:
         raise ValueError("a ledger is nested too deeply") from None
-    if not isinstance(found, dict) or set(found) != {"imported_bytes", "rows", "regions"}:
-        raise ValueError("a report is no object with imported_bytes, rows and regions")
+    if not isinstance(found, dict) or set(found) != {"imported_bytes", "host_held_bytes", "rows", "regions"}:
+        raise ValueError("a report is no object with imported_bytes, host_held_bytes, rows and regions")
+    if not _is_size(found["host_held_bytes"]):
+        raise ValueError(f"host_held_bytes is {found['host_held_bytes']!r}, expected an integer")
     imported = found["imported_bytes"]
     if imported is not None and not _is_size(imported):
         raise ValueError(f"imported_bytes is {imported!r}, expected an integer or null")

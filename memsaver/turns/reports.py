@@ -36,27 +36,40 @@ _LONGEST = 200_000  # characters of a part
 _WHY = "it starts, is stopped, has ended, or a native call holds the GIL"  # a process sends no part
 
 
+def folder() -> Path:
+    """The directory of reports, which need not exist."""
+    chosen = config.options().get("report_dir")
+    return Path(chosen) if chosen is not None else Path(tempfile.gettempdir()) / f"memsaver-reports-{os.getuid()}"
+
+
+def written() -> list[Path]:
+    """The reports in the directory, the newest last."""
+    found = []
+    for path in folder().glob("turn-*.txt"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append((path.stat().st_mtime, path))
+    return [path for _, path in sorted(found)]
+
+
 def write(text: str) -> Path:
     """Writes a report to a file of its own, in a directory of this user alone. Removes the oldest files.
 
     Raises memsaver.Error.
     """
-    chosen = config.options().get("report_dir")
-    folder = Path(chosen) if chosen is not None else Path(tempfile.gettempdir()) / f"memsaver-reports-{os.getuid()}"
+    into = folder()
     try:
-        folder.mkdir(mode=0o700, parents=chosen is not None, exist_ok=True)
-        status = folder.lstat()
+        into.mkdir(mode=0o700, parents=config.options().get("report_dir") is not None, exist_ok=True)
+        status = into.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise Error(f"{folder} is not a directory that this user alone can write to, expected one for reports")
+            raise Error(f"{into} is not a directory that this user alone can write to, expected one for reports")
         name = f"turn-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-"
-        file, path = tempfile.mkstemp(".txt", name, folder)
+        file, path = tempfile.mkstemp(".txt", name, into)
         with open(file, "w", encoding="utf-8", errors="replace") as opened:
             opened.write(text)
-        with contextlib.suppress(FileNotFoundError):  # another process removes files too
-            for each in sorted(folder.glob("turn-*.txt"), key=lambda each: each.stat().st_mtime)[:-_KEPT]:
-                each.unlink()
+        for each in written()[:-_KEPT]:
+            each.unlink(missing_ok=True)  # another process removes files too
     except OSError as error:
-        raise Error(f"no report could be written to {folder}: {error.strerror}") from error
+        raise Error(f"no report could be written to {into}: {error.strerror}") from error
     return Path(path)
 
 

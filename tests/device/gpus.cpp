@@ -177,6 +177,16 @@ Result cuDeviceGet(Device* device, int ordinal) {
 
 Result cuDeviceGetUuid(Uuid* uuid, Device device) { return host_calls().cuDeviceGetUuid(uuid, number_of(device)); }
 
+Result cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return kSuccess;
+}
+
+Result cuDeviceGetName(char* name, int size, Device device) {
+  std::snprintf(name, static_cast<std::size_t>(size), "Test GPU%s", option(device, "mig") != 0 ? " MIG 1g.10gb" : "");
+  return kSuccess;
+}
+
 Result cuDeviceTotalMem(std::size_t* bytes, Device device) {
   return host_calls().cuDeviceTotalMem(bytes, number_of(device));
 }
@@ -189,6 +199,7 @@ Result cuDeviceGetAttribute(int* value, int which, Device device) {
     case kThreads: *value = 2048; return kSuccess;
     case kAttributeVirtualMemory: *value = option(device, "virtual_memory", 1) != 0; return kSuccess;
     case kAttributePosixFd: *value = option(device, "exports", 1) != 0; return kSuccess;
+    case kAttributeFabric: *value = option(device, "fabric") == 1; return kSuccess;
     case kAttributeRdma: *value = 1; return kSuccess;
     case kAttributeNumaConfig: *value = node >= 0; return kSuccess;
     case kAttributeMps:

@@ -120,10 +120,10 @@ def test_status_shows_clients_and_their_reports(broker: Local) -> None:
     assert (row["held_bytes"], row["connected"], row["waiting"], row["regions"]) == (3 * MEDIUM, True, [], [])
     assert row["report_age_s"] is None and not row["is_current"]
     regions = [["kv cache", "paused", "host", 5, 4, 3], ["weights", "active", "disk", 50, 40, 30]]
-    one.say("report", text=json.dumps({"imported_bytes": None, "rows": [], "regions": regions}))
+    one.say("report", text=json.dumps({"imported_bytes": None, "host_held_bytes": 7, "rows": [], "regions": regions}))
     one.look()
     row = broker.row(os.getpid())
-    assert row["report_age_s"] >= 0
+    assert row["report_age_s"] >= 0 and row["host_held_bytes"] == 7
     assert [list(region.values()) for region in row["regions"]] == regions
     other = broker.client()
     other.want(GIB)
@@ -139,7 +139,7 @@ def test_status_shows_clients_and_their_reports(broker: Local) -> None:
 def test_a_status_longer_than_a_packet_leaves_regions_out(broker: Local) -> None:
     regions = [["tag" * 30, "active", "none", 1, 1, 1]] * 200
     for client in [broker.client() for _ in range(3)]:
-        client.say("report", text=json.dumps({"imported_bytes": None, "rows": [], "regions": regions}))
+        client.say("report", text=REPORT % ("", json.dumps(regions)[1:-1]))
         client.look()
     rows = broker.status()["clients"]
     assert len(rows) == 3 and min(len(row["regions"]) for row in rows) == 0
@@ -149,7 +149,7 @@ def test_a_status_waits_for_reports(broker: Local, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(status, "REPORTS_S", 60.0)
     one, two, third = broker.client(), broker.client(), broker.client()
     rows = [["context", "", "", PAGE]]
-    text = json.dumps({"imported_bytes": None, "rows": rows, "regions": []})
+    text = json.dumps({"imported_bytes": None, "host_held_bytes": 0, "rows": rows, "regions": []})
     third.say("status", 7)
     for each in (one, two, third):
         each.hear("query")
@@ -296,7 +296,7 @@ def test_a_client_that_never_reads_does_not_block_the_others(broker: Local) -> N
 # Clients that misbehave
 
 _UNKNOWN = 1 << 40
-REPORT = '{"imported_bytes": 0, "rows": [%s], "regions": [%s]}'
+REPORT = '{"imported_bytes": 0, "host_held_bytes": 0, "rows": [%s], "regions": [%s]}'
 MALFORMED = {
     "too short": b"abc",
     "unknown kind": struct.pack("<II", 77, 0),
@@ -315,7 +315,7 @@ MALFORMED = {
     "more of nothing": Message("exchange", (1, PAGE, PAGE, PAGE)).encode(),
     "another's chunk": Message("give_back", (_UNKNOWN, 0)).encode(),
     "inventory late": Message("inventory").encode(),
-    "report without regions": Message("report", (), '{"imported_bytes": 0, "rows": []}').encode(),
+    "report without regions": Message("report", (), '{"imported_bytes": 0, "host_held_bytes": 0, "rows": []}').encode(),
     "report of short rows": Message("report", (), REPORT % ('["a"]', "")).encode(),
     "report that is nested": Message("report", (), "[" * 10_000).encode(),
     "answer to reclaim": Message("reclaimed", (2, 0)).encode(),

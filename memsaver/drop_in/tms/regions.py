@@ -15,7 +15,7 @@ from memsaver._torch.side_pools import side_pools
 from memsaver.drop_in import DropInError
 from memsaver.drop_in.tagged import TaggedRegions, index_of
 from memsaver.drop_in.tms.library import Settings
-from memsaver.errors import Error
+from memsaver.errors import Error, checked
 from memsaver.regions import Region
 
 
@@ -125,7 +125,8 @@ def check_allocator() -> None:
     values["torch's allocator settings"] = settings() if settings is not None else ""
     for name, value in values.items():
         if "expandable_segments:true" in value.replace(" ", "").lower() or "cudaMallocAsync" in value:
-            raise DropInError(
+            text = (
                 f"{name} is {value!r}: torch then takes memory without cudaMalloc, which hook mode 'preload' cannot "
                 "see. Unset expandable_segments and the backend, or set torch_memory_saver.hook_mode = 'torch'"
             )
+            raise DropInError(checked(text))

@@ -8,6 +8,7 @@ from types import ModuleType
 
 from memsaver.drop_in import DropInError, Hook
 from memsaver.drop_in.vllm import sources, worker
+from memsaver.errors import checked
 
 # A package that replaces methods of CuMemAllocator by functions over the handles of its C library.
 _OTHER_PATCH = "unsloth_zoo"
@@ -23,7 +24,8 @@ def check(version: str) -> None:
     try:
         sources.check(version)
     except DropInError as error:
-        raise DropInError(f"{error}. Use another version of vLLM, or unset MEMSAVER_DROP_IN") from None
+        text = f"{error}. Use another version of vLLM, or unset MEMSAVER_DROP_IN"
+        raise DropInError(checked(text)) from None
 
 
 def check_patches() -> None:

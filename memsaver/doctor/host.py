@@ -1,0 +1,145 @@
+"""Checks of the host: its memory for backups, limits, pages, nodes, file systems, Ray's threshold, namespaces."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+
+from memsaver import _core, config
+from memsaver.doctor.findings import Finding
+from memsaver.doctor.machine import SHELL, Machine
+from memsaver.errors import gib
+
+_UNLIMITED = 1 << 62  # bytes
+_OF_MACHINE = "4026531836"  # the inode of the first pid namespace
+_SYS_PTRACE = 1 << 19
+_LEAST_SHM = 16 << 20  # bytes
+_LEFT_UNUSED = 0.1  # of the machine's memory, as in csrc/backup/host_memory.cpp
+
+
+def host_memory(machine: Machine) -> Iterator[Finding]:
+    """Free host memory against the backups that regions of running processes will need."""
+    left = _core.host_memory_left("self", machine.root)
+    text = "unlimited" if left >= _UNLIMITED else gib(left)
+    text += " can be taken until nine tenths of the machine, or of the limit of a cgroup, are in use"
+    needs: list[tuple[str, int, int]] = []  # process, bytes that it needs beyond those it holds, its largest region
+    for client in (client for pool in machine.pools for client in pool["clients"]):
+        kept = [each for each in client["regions"] if each["backup"] == "host"]
+        wanted = sum(each["allocated_bytes"] for each in kept)
+        # Pinned memory serves later pauses.
+        needed = wanted - min(wanted, client["host_held_bytes"] or 0)
+        if not needed:
+            continue
+        largest = min(needed, max(each["allocated_bytes"] for each in kept))
+        name, pid = f"{client['name']} (pid {client['pid']})", client["pid"]
+        with suppress(OSError):  # it has exited
+            left = min(left, _core.host_memory_left(str(pid), machine.root))
+            limit = machine.variables_of(pid).get("MEMSAVER_HOST_LIMIT", "auto")
+            if limit != "auto":
+                rest = max(0, config.parse_size(limit, "host_limit") - (client["host_held_bytes"] or 0))
+                if rest < needed:
+                    remedy = "raise MEMSAVER_HOST_LIMIT, or pause with backup='disk' or 'none'"
+                    value = f"{name} needs up to {gib(needed)} more for backups, its host_limit leaves {gib(rest)}"
+                    yield Finding("host memory", "error", value, remedy)
+        needs.append((name, needed, largest))
+    total = sum(needed for _, needed, _ in needs)
+    text += f"; backups of regions in reports need {f'up to {gib(total)}' if total else 'no'} more"
+    text += "".join(f", {name} {gib(needed)}" for name, needed, _ in needs)
+    remedy = "free host memory, raise the container's limit, or use backup='disk', 'none' or memsaver.Derived"
+    if total <= left:
+        yield Finding("host memory", "ok", text)
+    else:
+        is_sure = any(largest > left for _, _, largest in needs)
+        yield Finding("host memory", "error" if is_sure else "warning", f"{text}; only {gib(left)} are left", remedy)
+    reporting = {client["pid"] for pool in machine.pools for client in pool["clients"]}
+    silent = [each for each in machine.processes if each.pid not in reporting]
+    if silent:
+        rows = [row for device in machine.devices for row in device.account.rows]
+        held = [sum(row.bytes for row in rows if row.pid == each.pid) for each in silent]
+        parts = [f"{each} holds {gib(nbytes)} of a device" for each, nbytes in zip(silent, held)]
+        remedy = "memsaver.stats() in the process has its regions; with a shared pool the doctor has them"
+        yield Finding("host memory", "note", f"without a report of their regions: {', '.join(parts)}", remedy)
+
+
+def locked_memory(machine: Machine) -> Iterator[Finding]:
+    """The limit of locked memory, of this shell and of processes that run memsaver."""
+    found: dict[str, list[str]] = {}
+    for name, pid in [(SHELL, "self"), *((str(each), str(each.pid)) for each in machine.processes)]:
+        limit = re.search(r"^Max locked memory +(\w+)", machine.text(f"/proc/{pid}/limits") or "", re.MULTILINE)
+        found.setdefault(limit[1] if limit else "unknown", []).append(name)
+    for limit_text, names in found.items():
+        text = f"RLIMIT_MEMLOCK is {gib(int(limit_text)) if limit_text.isdigit() else limit_text} in {', '.join(names)}"
+        if limit_text.isdigit() and _core.cuda_device_count():
+            remedy = "some drivers count pinned memory: ulimit -l unlimited, or docker run --ulimit memlock=-1"
+            yield Finding("locked memory", "note", text, remedy)
+        else:
+            yield Finding("locked memory", "ok", text)
+
+
+def pages(machine: Machine) -> Iterator[Finding]:
+    """Huge pages, and NUMA nodes."""
+    huge = machine.text("/sys/kernel/mm/transparent_hugepage/enabled") or "not known"
+    if "[never]" in huge:
+        remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        yield Finding("huge pages", "note", "off: the first pause pins host memory more slowly", remedy)
+    else:
+        yield Finding("huge pages", "ok", huge.strip())
+    nodes = {
+        name: (machine.text(f"/sys/devices/system/node/{name}") or "").strip() for name in ("has_memory", "has_cpu")
+    }
+    text = f"nodes with memory: {nodes['has_memory'] or '?'}, with CPUs: {nodes['has_cpu'] or '?'}"
+    if nodes["has_memory"] == nodes["has_cpu"]:
+        yield Finding("NUMA", "ok", text)
+    elif machine.text("/proc/self/numa_maps") is None:
+        text += "; /proc/self/numa_maps cannot be read, so backups on a machine whose GPUs are nodes are refused"
+        yield Finding("NUMA", "warning", text, "mount /proc with numa_maps in the container")
+    else:
+        yield Finding("NUMA", "note", f"{text}; backups lie on nodes with CPUs alone")
+
+
+def shared_memory(machine: Machine) -> Iterator[Finding]:
+    """The space in /dev/shm."""
+    shm = os.statvfs(f"{machine.root}/dev/shm")
+    free = shm.f_bavail * shm.f_frsize
+    if free < _LEAST_SHM:
+        remedy = "docker run --shm-size, or remove files: tables of host devices, torch and Ray need it"
+        yield Finding("/dev/shm", "warning", f"{gib(free)} free", remedy)
+    else:
+        yield Finding("/dev/shm", "ok", f"{gib(free)} free")
+
+
+def ray(machine: Machine) -> Iterator[Finding]:
+    """The share of host memory at which Ray kills workers, against the tenth that memsaver leaves unused."""
+    found = {SHELL: dict(machine.variables)} if any(each.startswith("RAY_") for each in machine.variables) else {}
+    for pid in machine.pids():
+        with suppress(OSError):
+            if (machine.text(f"/proc/{pid}/comm") or "").strip() == "raylet":
+                found[f"raylet (pid {pid})"] = machine.variables_of(pid)
+    for name, variables in found.items():
+        threshold = float(variables.get("RAY_memory_usage_threshold", 0.95))
+        text = f"{name}: RAY_memory_usage_threshold is {threshold:g}, and backups may fill {1 - _LEFT_UNUSED:g}"
+        if variables.get("RAY_memory_monitor_refresh_ms") == "0":
+            yield Finding("Ray", "ok", f"{name}: Ray's memory monitor is off")
+        elif threshold <= 1 - _LEFT_UNUSED:
+            remedy = "raise it above 0.9, or lower configure(host_limit=...): Ray kills workers at the threshold"
+            yield Finding("Ray", "warning", text, remedy)
+        else:
+            yield Finding("Ray", "ok", text)
+
+
+def container(machine: Machine) -> Iterator[Finding]:
+    """Namespaces and capabilities."""
+    try:
+        namespace = os.readlink(f"{machine.root}/proc/self/ns/pid")
+    except OSError:
+        namespace = "?"
+    capabilities = re.search(r"^CapEff:\s*(\w+)", machine.text("/proc/self/status") or "", re.MULTILINE)
+    has = "" if capabilities and int(capabilities[1], 16) & _SYS_PTRACE else "no "
+    text = f"pid namespace {namespace}, {has}CAP_SYS_PTRACE (not needed)"
+    if _OF_MACHINE in namespace:
+        yield Finding("container", "ok", text)
+    else:
+        remedy = "processes of one shared pool need one pid namespace (shareProcessNamespace), or a MEMSAVER_JOB each"
+        yield Finding("container", "note", f"{text}: not that of the machine", remedy)

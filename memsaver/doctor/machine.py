@@ -1,0 +1,160 @@
+"""The facts that several checks of ``memsaver doctor`` read: once each, when the first check needs them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memsaver import _core, config, ledger
+from memsaver.broker import caller, discovery
+from memsaver.errors import BrokerError, ConfigError, DriverError
+from memsaver.process_names import process_name
+
+_T = TypeVar("_T")
+_COMMAND = re.compile(rb"(^|[\0/])memsaver\0(broker|top|doctor|trim|config|drop-in)\0")
+SHELL = "this shell"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of this user that has loaded memsaver. ``variables``: those with which it started."""
+
+    pid: int
+    name: str
+    variables: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
+
+@dataclass(frozen=True)
+class Broker:
+    """A socket in the directory of this job or another one. ``status``: of its pool; None: see ``why``."""
+
+    path: Path
+    status: dict[str, Any] | None
+    why: str = ""
+    is_locked: bool = True
+    of_this_job: bool = True
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of a device by the driver and by reports. ``pool``: the status of its shared pool."""
+
+    name: str
+    uuid: str
+    total_bytes: int
+    account: ledger.Ledger
+    pool: Mapping[str, Any] | None = None
+
+
+@dataclass
+class Machine:
+    """This machine. ``root``: the folder above /proc, /sys and /dev. ``variables``: of the shell of the command."""
+
+    root: str = ""
+    variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def text(self, path: str) -> str | None:
+        """The text of a file of the system. None: it cannot be read."""
+        try:
+            return Path(self.root + path).read_text(errors="replace")
+        except OSError:
+            return None
+
+    def pids(self) -> Iterator[int]:
+        """The processes of this user."""
+        for name in os.listdir(f"{self.root}/proc"):
+            with suppress(OSError):  # it has exited
+                if name.isdigit() and os.stat(f"{self.root}/proc/{name}").st_uid == os.getuid():
+                    yield int(name)
+
+    def variables_of(self, pid: int) -> dict[str, str]:
+        """The variables with which a process started. Raises OSError."""
+        entries = Path(f"{self.root}/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return dict(each.split("=", 1) for each in entries if "=" in each)
+
+    @cached_property
+    def processes(self) -> list[Process]:
+        """The processes of this user that have loaded memsaver, but for its commands."""
+        found = []
+        for pid in self.pids():
+            with suppress(OSError):  # it has exited, or is one that this user may not examine
+                with open(f"{self.root}/proc/{pid}/maps", errors="replace") as maps:
+                    is_one = any("/memsaver/_core." in line for line in maps)
+                command = Path(f"{self.root}/proc/{pid}/cmdline").read_bytes() + b"\0"
+                if pid != os.getpid() and is_one and not _COMMAND.search(command):
+                    variables = self.variables_of(pid)
+                    found.append(Process(pid, variables.get("MEMSAVER_NAME") or process_name(pid), variables))
+        return found
+
+    def by_value(self, read: Callable[[Mapping[str, str]], _T]) -> dict[_T, str]:
+        """Values of the variables of the shell and of processes that run memsaver, with the names of those."""
+        found: dict[_T, list[str]] = {read(self.variables): [SHELL]}
+        for each in self.processes:
+            found.setdefault(read(each.variables), []).append(str(each))
+        return {value: ", ".join(names) for value, names in found.items()}
+
+    @cached_property
+    def brokers(self) -> list[Broker]:
+        """The sockets of this user. Raises ConfigError if their directory cannot be used."""
+        own = discovery.directory()
+        found = []
+        for path in [*sorted(own.glob("*.sock")), *discovery.elsewhere()]:
+            status, why = None, ""
+            try:
+                status = caller.status(path)
+            except BrokerError as error:
+                why = str(error)
+            found.append(Broker(path, status, why, discovery.is_locked(path), path.parent == own))
+        return found
+
+    @property
+    def pools(self) -> list[dict[str, Any]]:
+        """The status of each pool: see memsaver/broker/status.py."""
+        return [each.status for each in self.brokers if each.status is not None]
+
+    @cached_property
+    def gpus(self) -> list[dict[str, Any]]:
+        """What the visible GPUs offer. Raises DriverError without a usable driver."""
+        return _core.gpu_facts()
+
+    @cached_property
+    def devices(self) -> list[DeviceMemory]:
+        """All GPUs, and the host devices in use."""
+        found = {}
+        for pool in self.pools:
+            total = pool["capacity_bytes"]
+            if pool["device"] == "cpu":
+                total = int(pool["uuid"].rpartition("-")[2], 16)  # the size of a host device
+            else:
+                with suppress(DriverError, ValueError):  # it is not visible here
+                    total = _opened(pool["device"]).total_bytes()
+            found[pool["uuid"]] = DeviceMemory(pool["device"], pool["uuid"], total, ledger.of_pool(pool), pool)
+        gpus = [f"cuda:{index}" for index in range(_core.cuda_device_count())]
+        for name, memory in [*((gpu, _opened(gpu)) for gpu in gpus), *(("cpu", each) for each in self._host_devices())]:
+            if memory.uuid() not in found:
+                account = ledger.of_device(memory.used_bytes(), memory.holdings(), memory.lists_all())
+                found[memory.uuid()] = DeviceMemory(name, memory.uuid(), memory.total_bytes(), account)
+        return list(found.values())
+
+    def _host_devices(self) -> Iterator[Any]:
+        """Those in use, by their tables: see csrc/host/ledger.cpp. The shell may name none of them."""
+        for folder in (f"{self.root}/dev/shm", self.variables.get("TMPDIR", "/tmp")):
+            for path in sorted(Path(folder).glob(f"memsaver.2.{os.getuid()}.*")):
+                with suppress(ConfigError):  # this process has opened one of another size
+                    _core.set_host_device(int(path.name.rpartition(".")[2]))
+                    yield _opened("cpu")
+        with suppress(ConfigError):
+            _core.set_host_device(config.options().get("host_device") or 0)
+
+
+def _opened(device: str) -> Any:
+    return _core.open_host_memory() if device == "cpu" else _core.open_cuda_memory(int(device.removeprefix("cuda:")))

@@ -1,0 +1,114 @@
+"""Checks of shared pools: their directory, sockets and brokers, regions that wait, and turns that came to no end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from memsaver.broker import discovery
+from memsaver.doctor.findings import Finding
+from memsaver.doctor.machine import Broker, Machine
+from memsaver.errors import ConfigError, gib
+from memsaver.turns import reports
+
+_LONG_S = 5.0  # a wait for memory, or the age of a report
+_UUID = "GPU-00000000-0000-0000-0000-000000000000"
+
+
+def pool_directory(machine: Machine) -> Iterator[Finding]:
+    """The directory of the sockets, with its rights."""
+    try:
+        path = discovery.socket_path(_UUID).parent
+    except ConfigError as error:
+        text = str(error).partition("\n")[0]
+        yield Finding("pool directory", "error", text, "chmod 700, or another MEMSAVER_POOL_DIR: absolute, and short")
+        return
+    job = discovery.job()
+    yield Finding("pool directory", "ok", f"{path}, job {job if job is not None else 'not set'}")
+    jobs = machine.by_value(lambda variables: variables.get("MEMSAVER_JOB"))
+    if len(jobs) > 1:
+        text = "; ".join(f"{job if job is not None else 'not set'}: {who}" for job, who in jobs.items())
+        remedy = "processes with different names have brokers of their own: unset it, or give all the same"
+        yield Finding("job", "note", f"MEMSAVER_JOB differs: {text}", remedy)
+
+
+def brokers(machine: Machine) -> Iterator[Finding]:
+    """Brokers that run, hang, have another version of the protocol, or left a socket."""
+    if not machine.brokers:
+        yield Finding("broker", "ok", "none runs")
+    for each in machine.brokers:
+        yield _broker(each)
+
+
+def _broker(broker: Broker) -> Finding:
+    if broker.status is not None:
+        pool = broker.status
+        text = f"{pool['device']} ({pool['uuid']}), pid {pool['pid']}, {len(pool['clients'])} clients"
+        job = "" if broker.of_this_job else f", of another job ({broker.path.parent.name})"
+        return Finding("broker", "ok", f"{text}, capacity {gib(pool['capacity_bytes'])}{job}")
+    why = broker.why.partition("\n")[0]
+    if "of the protocol" in why:
+        remedy = "one version of memsaver for all: end that broker (its pid is in the text) and upgrade its programs"
+        return Finding("broker", "error", why, remedy)
+    if broker.is_locked:
+        return Finding("broker", "error", why, f"see {broker.path.with_suffix('.log')}; kill it if it hangs")
+    remedy = f"none is needed: the next broker replaces it (or rm {broker.path})"
+    return Finding("broker", "note", f"{broker.path} was left by a broker that was killed", remedy)
+
+
+def regions(machine: Machine) -> Iterator[Finding]:
+    """Regions that are lost, or that nobody resumed, and processes that wait for memory or send no report."""
+    count = 0
+    for pool in machine.pools:
+        states = [region["state"] for client in pool["clients"] for region in client["regions"]]
+        is_idle = not any(client["waiting"] for client in pool["clients"])
+        free = pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"]
+        for client in pool["clients"]:
+            yield from _client(client)
+            for region in client["regions"]:
+                count += 1
+                name = f"{client['name']} (pid {client['pid']}): region {region['tag']!r} is {region['state']}"
+                if region["state"] == "lost":
+                    remedy = "start the process anew; memsaver.cpu_backup() reads its backups before"
+                    yield Finding("region", "error", name, remedy)
+                elif region["state"] == "paused" and is_idle and region["allocated_bytes"] <= free:
+                    text = f"{name}, nobody waits, and {gib(free)} are free for its {gib(region['allocated_bytes'])}"
+                    works = "active" in states or "resuming" in states
+                    if not works:
+                        text += "; no region of this device is active"
+                    remedy = f"memsaver.resume({region['tag']!r}), or enter a phase that has it, in that process"
+                    yield Finding("region", "note" if works else "warning", text, remedy)
+    yield Finding("region", "ok", f"{count} regions in reports of running processes")
+
+
+def _client(client: Mapping[str, Any]) -> Iterator[Finding]:
+    name, age = f"{client['name']} (pid {client['pid']})", client["report_age_s"]
+    if client["exited"]:
+        keepers = ", ".join(f"{each['name']} (pid {each['pid']})" for each in client["kept_by"]) or "the driver"
+        text = f"{name} has exited, and {keepers} keeps its {gib(client['held_bytes'])}"
+        yield Finding("client", "warning", text, "end the processes that keep it: children hold its descriptors")
+    elif not client["is_current"] and (age is None or age > _LONG_S):
+        since = "has sent no report" if age is None else f"has sent no report for {age:.0f} s"
+        remedy = "it is stopped, or a native call holds the GIL: py-spy dump --pid"
+        yield Finding("client", "warning", f"{name} {since}", remedy)
+    for wait in client["waiting"]:
+        if wait["seconds"] > _LONG_S:
+            text = f"{name} waits for {gib(wait['needed_bytes'])} since {wait['seconds']:.0f} s"
+            text += f", has {gib(wait['granted_bytes'])}"
+            remedy = "memsaver top has the holders: pause their regions, or enter the phase on all ranks"
+            yield Finding("client", "warning", text, remedy)
+
+
+def turns(machine: Machine) -> Iterator[Finding]:
+    """The last report of a turn that a rank never reached."""
+    files = reports.written()
+    if not files:
+        yield Finding("turns", "ok", f"no report in {reports.folder()}")
+        return
+    title = files[-1].read_text(errors="replace").partition("\n")[0]
+    pid = files[-1].name.split("-")[3]  # turn-DATE-TIME-PID-RANDOM.txt
+    runs = os.path.isdir(f"{machine.root}/proc/{pid}")
+    text = f"{title}; the process that wrote it (pid {pid}) {'runs' if runs else 'has ended'}"
+    remedy = f"{files[-1]} has the call and the stacks of each rank that answered"
+    yield Finding("turns", "warning" if runs else "note", text, remedy)

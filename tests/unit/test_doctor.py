@@ -1,0 +1,621 @@
+"""`memsaver doctor`: each check on a machine that is made up, with one planted problem, and the command itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memsaver
+from memsaver import _core, errors, ledger
+from memsaver.broker import discovery
+from memsaver.broker.protocol import Message
+from memsaver.doctor import CHECKS, Finding, Machine, devices, exit_status, host, lines, pools, settings, software
+from memsaver.doctor import versions
+from memsaver.doctor.findings import Check, run
+from memsaver.doctor.machine import Broker, DeviceMemory
+from memsaver.drop_in import startup
+from tests.broker_support import Local
+from tests.support import GIB, MIB, Fill, Peer, drop_backups, run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+MEMINFO = f"MemTotal: {100 * 1024 * 1024} kB\nMemAvailable: {30 * 1024 * 1024} kB\n"  # 20 GiB can be taken
+GPU = {"name": "Test GPU", "virtual_memory": True, "posix": True, "fabric": False, "mps": False}
+CORE = "7f00-7f01 r-xp 0 00:00 0 /usr/lib/python3/site-packages/memsaver/_core.abi3.so\n"
+PID = 4_000_001  # beyond the pids of Linux: no such process exists
+
+
+class Fake:
+    """A machine that is made up. ``driver``: its CUDA version, and its GPUs or the error of the driver."""
+
+    def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.root, self._patch, self._links = root, patch, 0
+        (root / "dev/shm").mkdir(parents=True)
+        self.write("/proc/meminfo", MEMINFO)
+        self.write("/proc/self/limits", "Max locked memory         unlimited            unlimited            bytes\n")
+        self.machine = Machine(str(root), {})
+        self.machine.brokers = []
+        self.machine.devices = []
+        self.driver(13000, [])
+
+    def write(self, path: str, text: str) -> None:
+        file = self.root / path.removeprefix("/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def driver(self, version: int, gpus: list[dict[str, Any]] | errors.DriverError) -> None:
+        def facts() -> list[dict[str, Any]]:
+            if isinstance(gpus, errors.DriverError):
+                raise gpus
+            return gpus
+
+        self._patch.setattr(_core, "gpu_facts", facts)
+        self._patch.setattr(_core, "cuda_version", lambda: version)
+        self._patch.setattr(_core, "cuda_device_count", lambda: len(facts()) if isinstance(gpus, list) else 0)
+
+    def process(self, pid: int = PID, maps: str = CORE, command: str = "python\0loop.py", **variables: str) -> None:
+        text = "".join(f"{name}={value}\0" for name, value in {"MEMSAVER_NAME": "loop", **variables}.items())
+        for name, content in {"maps": maps, "environ": text, "cmdline": command, "comm": "python\n"}.items():
+            self.write(f"/proc/{pid}/{name}", content)
+        self.machine.__dict__.pop("processes", None)  # which may have been read
+
+    def pool(self, *clients: dict[str, Any], **changes: Any) -> dict[str, Any]:
+        """Adds the pool of a host device of 8 GiB, with these clients."""
+        status = {
+            "device": "cpu", "uuid": f"HOST-0-{8 * GIB:x}", "pid": 77, "capacity_bytes": 8 * GIB,
+            "total_bytes": sum(client["held_bytes"] for client in clients), "idle_bytes": 0, "leaving_bytes": 0,
+            "device_memory": {"used_bytes": None, "holdings": [], "lists_all": True}, "clients": list(clients), **changes,
+        }  # fmt: skip
+        self.machine.brokers.append(Broker(Path("/run/a.sock"), status))
+        return status
+
+    def held_by(self, holdings: Mapping[int, int], total: int = 10 * GIB, pool: Any = None, unlisted: int = 0) -> None:
+        """Adds a device whose memory these processes hold, by the driver's list."""
+        used = sum(holdings.values()) + unlisted + (pool["total_bytes"] if pool else 0)
+        found = ledger.of_device(used, [(pid, nbytes, 0) for pid, nbytes in holdings.items()], False)
+        self.machine.devices.append(DeviceMemory("cuda:0", "GPU-1", total, found, pool))
+
+    def find(self, check: Check) -> list[tuple[str, str]]:
+        """The states and values of a check."""
+        found = run([check], self.machine)
+        assert not any("this check failed" in each.value for each in found), found
+        return [(each.state, each.value) for each in found]
+
+    def has(self, check: Check, state: str, *parts: str) -> bool:
+        return any(each == state and all(part in value for part in parts) for each, value in self.find(check))
+
+    def is_fine(self, check: Check) -> bool:
+        found = run([check], self.machine)
+        return exit_status(found) == 0 and not any("failed" in each.value for each in found)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return Fake(tmp_path / "root", monkeypatch)
+
+
+def region(tag: str, state: str = "active", backup: str = "host", nbytes: int = GIB, kept: int = 0) -> dict[str, Any]:
+    mapped = nbytes if state == "active" else 0
+    sizes = {"allocated_bytes": nbytes, "mapped_bytes": mapped, "backup_bytes": kept}
+    return {"tag": tag, "state": state, "backup": backup, **sizes}
+
+
+def client(*regions: dict[str, Any], pid: int = PID, **changes: Any) -> dict[str, Any]:
+    return {
+        "pid": pid, "name": "loop", "held_bytes": sum(each["mapped_bytes"] for each in regions), "leaving_bytes": 0,
+        "connected": True, "exited": False, "kept_by": [], "waiting": [], "unused_bytes": None, "unused_why": "",
+        "report_age_s": 0.0, "is_current": True, "host_held_bytes": 0, "regions": list(regions), "ledger": None,
+        **changes,
+    }  # fmt: skip
+
+
+# The command
+
+
+def test_the_command_runs_without_torch_and_its_json_has_the_findings() -> None:
+    source = """
+        import sys
+        sys.modules["torch"] = None  # any import of it raises ImportError
+        from memsaver import cli
+        sys.exit(cli.main(["doctor", *sys.argv[1:]]))
+    """
+    variables = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    done = run_python(source.replace("*sys.argv[1:]", "'--json'"), **variables)
+    found = json.loads(done.stdout)
+    assert all(set(each) == {"subject", "state", "value", "remedy"} for each in found)
+    assert all(each["value"] and isinstance(each["remedy"], str) for each in found)
+    assert {each["state"] for each in found} <= {"ok", "note", "warning", "error"}
+    assert not [each for each in found if "this check failed" in each["value"]], done.stderr
+    assert done.returncode == 2  # of the backend
+    subjects = {each["subject"] for each in found}
+    assert {"driver", "device memory", "torch", "allocator", "NCCL", "host memory", "locked memory"} <= subjects
+    assert {"huge pages", "NUMA", "/dev/shm", "container", "pool directory", "broker", "region", "turns"} <= subjects
+    text = run_python(source, **variables)
+    assert text.returncode == 2 and text.stdout.startswith("error    ")
+    assert "-> remove the backend" in text.stdout and re.search(r"^\d error, \d+ warning", text.stdout, re.MULTILINE)
+
+
+def test_a_check_that_fails_is_a_finding_and_the_others_run() -> None:
+    def fine(machine: Machine) -> list[Finding]:
+        return [Finding("fine", "ok", "yes")]
+
+    def broken_check(machine: Machine) -> list[Finding]:
+        raise RuntimeError("no such thing")
+
+    broken, good = run([broken_check, fine], Machine())
+    assert (broken.subject, broken.state) == ("broken check", "warning")
+    assert broken.value == "this check failed: RuntimeError: no such thing" and good.value == "yes"
+
+
+def test_each_check_raises_nothing_on_a_machine_without_any_file(tmp_path: Path) -> None:
+    machine = Machine(str(tmp_path), {})
+    for check in CHECKS:
+        assert run([check], machine)
+
+
+def test_the_worst_state_comes_first_and_determines_the_exit_status() -> None:
+    states = ["ok", "note", "warning", "error"]
+    findings = [Finding("x", state, state, "do it" if state == "error" else "") for state in states]  # type: ignore[arg-type]
+    found = run([lambda machine: findings], Machine())
+    assert [each.state for each in found] == states[::-1]
+    assert [exit_status(findings[:count]) for count in range(5)] == [0, 0, 0, 1, 2]
+    assert lines(found)[:2] == ["error    x  error", "            -> do it"]
+    assert lines(found)[-1] == "1 error, 1 warning, 1 note, 1 ok"
+
+
+# The device
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "module", "state", "part"),
+    [
+        (13000, [GPU], "580.159.04", "ok", "CUDA 13.0, kernel module 580.159.04, 1 GPUs"),
+        (13000, [GPU], "580.159.04", "ok", "cuda:0 (Test GPU): virtual memory, handles: posix"),
+        (11080, [GPU], "520.61.05", "error", "CUDA 11.8"),
+        (13000, [], "580.159.04", "note", "no GPU is visible"),
+        (0, errors.DriverError(call="dlopen", code=-1, message="no libcuda"), "580.1", "error", "no libcuda"),
+        (0, errors.DriverError(call="dlopen", code=-1, message="no libcuda"), "", "note", "no kernel module"),
+        (13000, [{**GPU, "virtual_memory": False}], "", "error", "no virtual memory management"),
+        (13000, [{**GPU, "mps": True}], "", "warning", "MPS"),
+        (13000, [{**GPU, "posix": False}], "", "warning", "handles: none: it has no shared pool"),
+        (13000, [{**GPU, "fabric": True}], "", "ok", "posix and fabric"),
+        (13000, [{**GPU, "name": "H100 MIG 1g.10gb"}], "", "ok", "a part of a GPU (MIG)"),
+    ],
+)  # fmt: skip
+def test_the_driver_and_what_gpus_offer(
+    fake: Fake, version: int, gpus: Any, module: str, state: str, part: str
+) -> None:
+    if module:
+        fake.write("/proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {module}  Thu\n")
+    fake.driver(version, gpus)
+    assert fake.has(devices.driver, state, part)
+
+
+@pytest.mark.gpus
+def test_facts_of_gpus_are_those_of_the_driver() -> None:
+    from tests import gpus
+
+    first = len(_core.gpu_facts())
+    gpus.gpu(mig=1, fabric=1)
+    gpus.gpu(exports=0, mps=1)
+    gpus.gpu(virtual_memory=0)
+    part, old, none = _core.gpu_facts()[first:]
+    assert (part["name"], part["posix"], part["fabric"], part["mps"]) == ("Test GPU MIG 1g.10gb", True, True, False)
+    assert (old["name"], old["posix"], old["fabric"], old["mps"]) == ("Test GPU", False, False, True)
+    assert (part["virtual_memory"], none["virtual_memory"], _core.cuda_version()) == (True, False, 13000)
+
+
+def test_processes_that_hold_a_device_are_named_with_their_bytes(fake: Fake) -> None:
+    fake.held_by({PID: 4 * GIB})
+    assert fake.find(devices.holders) == [("note", fake.find(devices.holders)[0][1])]
+    assert f"(pid {PID}) 4.00 GiB" in fake.find(devices.holders)[0][1]
+
+
+@pytest.mark.parametrize(
+    ("holdings", "part"),
+    [({PID: 3 * GIB, PID + 1: GIB}, "several processes"), ({PID: 9 * GIB + 500 * MIB}, "the device is full")],
+)
+def test_a_device_without_room_for_another_process_is_a_warning(
+    fake: Fake, holdings: dict[int, int], part: str
+) -> None:
+    fake.held_by(holdings)
+    assert fake.has(devices.holders, "warning", part, str(PID))
+
+
+def test_memory_beside_a_pool_that_exceeds_its_room_is_a_warning(fake: Fake) -> None:
+    pool = fake.pool(capacity_bytes=8 * GIB, total_bytes=0)
+    fake.held_by({PID: GIB}, pool=pool)
+    assert fake.is_fine(devices.holders)
+    fake.machine.devices.clear()
+    fake.held_by({PID: 3 * GIB}, pool=pool)
+    assert fake.has(devices.holders, "warning", "lends up to 8.00 GiB", "3.00 GiB")
+
+
+def test_bytes_of_no_listed_process_are_a_note(fake: Fake) -> None:
+    fake.held_by({}, unlisted=5 * GIB)
+    assert fake.has(devices.holders, "note", "no listed process 5.00 GiB")
+
+
+def test_the_host_device_of_another_process_is_found() -> None:
+    with Fill(leave=64 * MIB):  # by this process, which holds it for a process of the command
+        variables = {"MEMSAVER_HOST_DEVICE": ""}  # the shell names no device
+        done = run_python("from memsaver import cli; cli.main(['doctor', '--json'])", **variables)
+    found = [each for each in json.loads(done.stdout) if each["subject"] == "device memory"]
+    assert any(each["state"] == "warning" and f"(pid {os.getpid()})" in each["value"] for each in found), found
+
+
+# Libraries
+
+
+@pytest.mark.parametrize(
+    ("version", "state", "part"),
+    [
+        ("2.7.1", "error", "2.7.1"), ("2.11.0+cu128", "ok", "run on GPUs"), ("2.13.0", "note", "driver made for tests"),
+        ("2.12.0", "note", "not run"), (None, "note", "not installed"),
+    ],
+)  # fmt: skip
+def test_torchs_version_is_compared_with_those_that_were_run(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, version: str | None, state: str, part: str
+) -> None:
+    monkeypatch.setattr(software, "version", lambda name: version)
+    assert fake.has(software.torch, state, part)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "expected"), [("13.0", 12080, "and the driver for CUDA 12"), (None, 13000, "without CUDA")]
+)
+def test_a_torch_that_does_not_fit_the_driver_is_an_error(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: int, expected: str
+) -> None:
+    fake.driver(13000, [GPU])
+    monkeypatch.setattr(software, "version", lambda name: "2.11.0")
+    monkeypatch.setattr(software, "_cuda_of_torch", lambda: "12.8")
+    assert fake.is_fine(software.torch)
+    fake.driver(driver, [GPU])
+    monkeypatch.setattr(software, "_cuda_of_torch", lambda: cuda)
+    assert fake.has(software.torch, "error", expected)
+
+
+def test_versions_are_those_of_the_pages() -> None:
+    pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/limits.md", "docs/frameworks.md")}
+    joined = " and ".join([", ".join(versions.TORCH_ON_TEST_DRIVER[:-1]), versions.TORCH_ON_TEST_DRIVER[-1]])
+    assert f"CUDA builds of torch {joined}" in " ".join(pages["README.md"].split())
+    assert f"CUDA builds of torch {joined}" in " ".join(pages["docs/limits.md"].split())
+    [on_gpus] = versions.TORCH_ON_GPUS
+    oldest = ".".join(map(str, versions.TORCH_OLDEST))
+    assert f"with torch {on_gpus}," in pages["README.md"] and f"run on GPUs with torch {on_gpus} alone" in pages["docs/limits.md"]
+    assert f"- torch {oldest} or newer." in pages["docs/limits.md"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["torch"] == [f"torch>={oldest}"]
+    assert f"CUDA {versions.CUDA_OLDEST} or newer" in pages["docs/limits.md"]
+    [vllm], [sglang] = versions.VLLM_ON_GPUS, versions.SGLANG_ON_GPUS
+    assert f"vLLM {vllm}, SGLang {sglang}," in pages["README.md"]
+    assert f"vLLM {' to '.join(versions.VLLM_ALLOCATOR)}, the allocator alone" in pages["README.md"]
+    assert f"interface of torch_memory_saver {versions.SAVER}" in pages["docs/frameworks.md"]
+    assert versions.SAVER == __import__("memsaver.drop_in.tms", fromlist=["version"]).version()
+
+
+@pytest.mark.parametrize(
+    ("variables", "state", "part"),
+    [
+        ({}, "ok", "MEMSAVER_DROP_IN="),
+        ({"MEMSAVER_DROP_IN": "vlm"}, "error", "names of 'vllm', 'tms'"),
+        ({"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(startup.PRELOAD), "TMS_INIT_ENABLE": "1"}, "ok", "preloaded"),
+        ({"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": "/x/torch_memory_saver_hook_mode_preload.so"}, "error", "/x/"),
+        ({"LD_PRELOAD": str(startup.PRELOAD)}, "error", "preload"),
+        ({"MEMSAVER_DROP_IN": "tms", "TMS_INIT_ENABLE": "1"}, "error", "preloaded: none"),
+        ({"MEMSAVER_DROP_IN": "vllm"}, "note", "not installed"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["shell", "process"])
+def test_variables_of_drop_ins(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, variables: dict[str, str], state: str, part: str
+) -> None:
+    monkeypatch.setattr(startup, "file", lambda: tmp_path / "none")
+    monkeypatch.setattr(software, "version", lambda name: None)
+    if where == "shell":
+        fake.machine.variables = variables
+    else:
+        fake.process(**variables)
+    assert fake.has(software.drop_ins, state, part)
+    assert (exit_status(run([software.drop_ins], fake.machine)) == 2) == (state == "error")
+
+
+def test_the_file_of_drop_ins_is_read(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(startup, "file", lambda: tmp_path / "memsaver_drop_in.pth")
+    startup.install(["vllm", "tms"])
+    assert fake.has(software.drop_ins, "ok", "memsaver_drop_in.pth: vllm,tms")
+    assert fake.has(software.drop_ins, "note", "asked for")  # vLLM is not installed
+
+
+def test_a_vllm_that_the_drop_in_does_not_accept_is_an_error(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('it was imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(software, "version", lambda name: "9.9.9" if name == "vllm" else None)
+    assert fake.has(software.drop_ins, "note", "vLLM 9.9.9 differs from the versions that memsaver knows")
+    fake.machine.variables = {"MEMSAVER_DROP_IN": "vllm"}
+    assert fake.has(software.drop_ins, "error", "vLLM 9.9.9 differs", "there is no")
+
+
+# Variables
+
+
+@pytest.mark.parametrize(
+    ("variables", "torch", "subject", "state", "part"),
+    [
+        ({}, "2.11.0", "allocator", "ok", "no settings"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, "2.11.0", "allocator", "ok", "max_split"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments: True"}, "2.11.0", "allocator", "note", "expandable"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "2.9.1", "allocator", "error", "expandable"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TMS_INIT_ENABLE": "1"}, "2.11.0", "allocator", "error", "expandable"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, "2.11.0", "allocator", "error", "cudaMallocAsync"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "a:2"}, "2.11.0", "allocator", "warning", "a:1"),
+        ({"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.5"}, "2.11.0", "memory fraction", "warning", "0.5"),
+        ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, "2.11.0", "allocator", "error", "CACHING=1"),
+        ({"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"}, "2.11.0", "NCCL", "warning", "HOOK=1"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("where", ["shell", "process"])
+def test_settings_of_torchs_allocator(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, where: str, variables: dict[str, str], torch: str, subject: str,
+    state: str, part: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(software, "version", lambda name: torch)
+    if where == "shell":
+        fake.machine.variables = variables
+    else:
+        fake.process(**variables)
+    found = run([settings.allocator], fake.machine)
+    place = "this shell" if where == "shell" else f"loop (pid {PID})"
+    assert any((each.subject, each.state) == (subject, state) and part in each.value and place in each.value for each in found)
+    assert exit_status(found) == {"warning": 1, "error": 2}.get(state, 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "state", "part"),
+    [
+        ({}, "note", "NCCL_GRAPH_REGISTER is not set"),
+        ({"WORLD_SIZE": "8"}, "warning", "NCCL_GRAPH_REGISTER is not set"),
+        ({"WORLD_SIZE": "8", "NCCL_GRAPH_REGISTER": "1"}, "warning", "NCCL_GRAPH_REGISTER is 1"),
+        ({"WORLD_SIZE": "8", "NCCL_GRAPH_REGISTER": "0"}, "ok", "NCCL_GRAPH_REGISTER is 0"),
+        ({"NCCL_CUMEM_ENABLE": "1"}, "note", "NCCL_CUMEM_ENABLE 1"),
+    ],
+)
+def test_variables_of_nccl(fake: Fake, variables: dict[str, str], state: str, part: str) -> None:
+    fake.machine.variables = variables
+    assert fake.has(settings.nccl, state, part)
+    assert exit_status(run([settings.nccl], fake.machine)) == (state == "warning")
+
+
+def test_processes_are_those_that_have_loaded_memsaver_but_for_its_commands(fake: Fake) -> None:
+    fake.process()
+    fake.process(PID + 1, maps="7f00-7f01 r-xp 0 00:00 0 /usr/lib/libc.so.6\n")
+    fake.process(PID + 2, command="python\0-m\0memsaver\0broker\0--device\0cpu")
+    fake.process(PID + 3, command="/venv/bin/python\0/venv/bin/memsaver\0top")
+    assert [each.pid for each in fake.machine.processes] == [PID]
+
+
+# The host
+
+
+def test_backups_that_do_not_fit_into_host_memory(fake: Fake) -> None:
+    fake.process()
+    fake.pool(client(region("weights", nbytes=12 * GIB), region("kv", backup="none", nbytes=50 * GIB)))
+    assert fake.has(host.host_memory, "ok", "20.00 GiB can be taken", "need up to 12.00 GiB more")
+    fake.machine.brokers.clear()
+    regions = [region("weights", nbytes=12 * GIB), region("optimizer", nbytes=12 * GIB)]
+    fake.pool(client(*regions))
+    assert fake.has(host.host_memory, "warning", "24.00 GiB more", f"loop (pid {PID}) 24.00 GiB", "only 20.00 GiB")
+    fake.machine.brokers.clear()
+    fake.pool(client(*regions, host_held_bytes=12 * GIB))  # serves the next pauses
+    assert fake.has(host.host_memory, "ok", "12.00 GiB more")
+    fake.machine.brokers.clear()
+    fake.pool(client(region("weights", nbytes=25 * GIB)))
+    assert fake.has(host.host_memory, "error", "25.00 GiB more")
+
+
+def test_the_cgroup_of_the_process_limits_its_backups(fake: Fake) -> None:
+    fake.process()
+    fake.write(f"/proc/{PID}/cgroup", "0::/job\n")
+    fake.write("/sys/fs/cgroup/job/memory.max", f"{10 * GIB}\n")
+    fake.write("/sys/fs/cgroup/job/memory.current", f"{5 * GIB}\n")
+    fake.pool(client(region("weights", nbytes=3 * GIB)))
+    assert fake.is_fine(host.host_memory)
+    fake.write("/sys/fs/cgroup/job/memory.current", f"{8 * GIB}\n")
+    assert fake.has(host.host_memory, "error", "only 1.00 GiB")
+
+
+def test_the_limit_of_the_process_limits_its_backups(fake: Fake) -> None:
+    fake.process(MEMSAVER_HOST_LIMIT="4GiB")
+    fake.pool(client(region("weights", nbytes=5 * GIB), host_held_bytes=2 * GIB))
+    assert fake.has(host.host_memory, "error", "3.00 GiB more", "host_limit leaves 2.00 GiB")
+
+
+def test_processes_without_a_report_are_named(fake: Fake) -> None:
+    fake.process()
+    fake.held_by({PID: 5 * GIB})
+    assert fake.has(host.host_memory, "note", "without a report", f"loop (pid {PID}) holds 5.00 GiB")
+    fake.pool(client(region("weights")))
+    assert not fake.has(host.host_memory, "note")
+
+
+def test_limit_of_locked_memory(fake: Fake) -> None:
+    assert fake.has(host.locked_memory, "ok", "unlimited in this shell")
+    fake.process()
+    fake.write(f"/proc/{PID}/limits", "Max locked memory         8388608              8388608              bytes\n")
+    assert fake.has(host.locked_memory, "ok", "8.0 MiB")  # the host driver pins nothing
+    fake.driver(13000, [GPU])
+    assert fake.has(host.locked_memory, "note", f"8.0 MiB in loop (pid {PID})")
+
+
+def test_huge_pages_and_nodes(fake: Fake) -> None:
+    fake.write("/sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
+    for name in ("has_memory", "has_cpu"):
+        fake.write(f"/sys/devices/system/node/{name}", "0-1\n")
+    assert [state for state, _ in fake.find(host.pages)] == ["ok", "ok"]
+    fake.write("/sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")
+    assert fake.has(host.pages, "note", "off")
+    fake.write("/sys/devices/system/node/has_memory", "0-1,4\n")
+    assert fake.has(host.pages, "warning", "numa_maps cannot be read")
+    fake.write("/proc/self/numa_maps", "")
+    assert fake.has(host.pages, "note", "nodes with memory: 0-1,4, with CPUs: 0-1")
+
+
+def test_a_small_shared_memory_is_a_warning(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = os.statvfs_result((4096, 4096, 16384, 9, 100, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: space)
+    assert fake.has(host.shared_memory, "warning", "0.4 MiB free")
+
+
+def test_the_threshold_of_ray_is_above_that_of_backups(fake: Fake) -> None:
+    assert fake.find(host.ray) == []
+    fake.process(PID + 5, maps="", RAY_memory_usage_threshold="0.8")
+    fake.write(f"/proc/{PID + 5}/comm", "raylet\n")
+    assert fake.has(host.ray, "warning", f"raylet (pid {PID + 5})", "is 0.8, and backups may fill 0.9")
+    fake.process(PID + 5, maps="", RAY_memory_usage_threshold="0.8", RAY_memory_monitor_refresh_ms="0")
+    fake.write(f"/proc/{PID + 5}/comm", "raylet\n")
+    assert fake.has(host.ray, "ok", "monitor is off")
+    fake.process(PID + 5, maps="")
+    fake.write(f"/proc/{PID + 5}/comm", "raylet\n")
+    assert fake.has(host.ray, "ok", "is 0.95")
+
+
+def test_a_pid_namespace_of_its_own_is_a_note(fake: Fake) -> None:
+    fake.write("/proc/self/status", "CapEff:\t00000000a80425fb\n")
+    (fake.root / "proc/self/ns").mkdir()
+    (fake.root / "proc/self/ns/pid").symlink_to("pid:[4026531836]")
+    assert fake.has(host.container, "ok", "no CAP_SYS_PTRACE (not needed)")
+    (fake.root / "proc/self/ns/pid").unlink()
+    (fake.root / "proc/self/ns/pid").symlink_to("pid:[4026532999]")
+    fake.write("/proc/self/status", "CapEff:\t000001ffffffffff\n")
+    assert fake.has(host.container, "note", "4026532999", ", CAP_SYS_PTRACE (not needed)")
+
+
+# Pools
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "part"),
+    [("pools", 0o777, "can be written by others"), ("x" * 90, 0o700, "a socket's may have 107")],
+)
+def test_a_pool_directory_that_cannot_be_used_is_an_error(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, mode: int, part: str
+) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name).chmod(mode)
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path / name))
+    assert fake.has(pools.pool_directory, "error", part)
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", "here")
+    assert fake.has(pools.pool_directory, "error", "expected an absolute path")
+
+
+def test_processes_of_several_jobs_are_a_note(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEMSAVER_POOL_DIR", raising=False)
+    assert fake.is_fine(pools.pool_directory) and not fake.has(pools.pool_directory, "note")
+    fake.process(MEMSAVER_JOB="rl-7")
+    assert fake.has(pools.pool_directory, "note", "rl-7: loop", "not set: this shell")
+
+
+def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Local() as broker, monkeypatch.context() as patch:
+        patch.setenv("MEMSAVER_POOL_DIR", str(broker.directory))
+        (broker.directory / "GPU-left.sock").touch()
+        found = {each.state: each for each in pools.brokers(Machine())}
+        assert set(found) == {"ok", "note"}
+        assert broker.uuid in found["ok"].value and "capacity 1.00 GiB" in found["ok"].value
+        assert "GPU-left.sock was left" in found["note"].value
+        words = Message.encode
+        own = _core.PROTOCOL_VERSION
+        patch.setattr(Message, "encode", lambda self: words(Message(self.kind, (own + 1, *self.words[1:]), self.text)))
+        [wrong] = [each for each in pools.brokers(Machine()) if each.state == "error"]
+        assert re.search(f"process {os.getpid()} speaks version {own} .* version {own + 1}", wrong.value)
+
+
+def test_a_broker_that_does_not_answer_is_an_error(fake: Fake) -> None:
+    fake.machine.brokers.append(Broker(Path("/run/a.sock"), None, "the broker at /run/a.sock did not answer within 10 s"))
+    assert fake.has(pools.brokers, "error", "did not answer")
+
+
+@pytest.mark.parametrize(
+    ("clients", "state", "part"),
+    [
+        ([client(region("a"))], "ok", "1 regions"),
+        ([client(region("a", "lost"))], "error", "region 'a' is lost"),
+        ([client(region("a", "paused"))], "warning", "region 'a' is paused"),
+        ([client(region("a", "paused")), client(region("b"), pid=PID + 1)], "note", "region 'a' is paused"),
+        ([client(region("a", "paused", nbytes=9 * GIB)), client(region("b"), pid=PID + 1)], "ok", "2 regions"),
+        ([client(exited=True, kept_by=[{"pid": 9, "name": "child"}], held_bytes=GIB)], "warning", "child (pid 9) keeps"),
+        ([client(is_current=False, report_age_s=60.0)], "warning", "no report for 60 s"),
+        ([client(waiting=[{"needed_bytes": GIB, "granted_bytes": 0, "seconds": 30.0}])], "warning", "waits for 1.00 GiB"),
+        ([client(waiting=[{"needed_bytes": GIB, "granted_bytes": 0, "seconds": 0.1}])], "ok", "0 regions"),
+    ],
+)  # fmt: skip
+def test_regions_and_clients_in_reports(
+    fake: Fake, clients: list[dict[str, Any]], state: str, part: str
+) -> None:
+    fake.pool(*clients)
+    assert fake.has(pools.regions, state, part)
+    assert exit_status(run([pools.regions], fake.machine)) == {"warning": 1, "error": 2}.get(state, 0)
+
+
+def test_the_report_of_a_turn_that_a_rank_did_not_reach(fake: Fake, tmp_path: Path) -> None:
+    memsaver.configure(report_dir=tmp_path / "reports")
+    try:
+        assert fake.has(pools.turns, "ok", "no report")
+        path = memsaver.turns.reports.write("phase 'train' could not be entered: rank 1 has not entered\nmore\n")
+        assert fake.has(pools.turns, "note", "rank 1 has not entered", "has ended")
+        fake.write(f"/proc/{os.getpid()}/stat", "")
+        assert fake.has(pools.turns, "warning", "rank 1 has not entered", f"pid {os.getpid()}) runs")
+        [found] = pools.turns(fake.machine)
+        assert str(path) in found.remedy
+    finally:
+        memsaver.configure(report_dir=tmp_path)
+
+
+# The line of errors
+
+
+def test_errors_whose_cause_is_checked_end_with_a_line(
+    make: Callable[..., memsaver.Region], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def last(error: BaseException) -> str:
+        return str(error).splitlines()[-1].strip()
+
+    held = make("host")
+    kept = held._core.allocate_array(8 * MIB)
+    drop_backups()
+    memsaver.configure(host_limit=MIB)
+    with pytest.raises(memsaver.BackupError) as own:
+        held.pause()
+    assert last(own.value) != errors.CHECKED  # the limit is an option of the process
+    memsaver.configure(host_limit=None)
+    del kept
+    text = "a backup needs 9 bytes more; 1 bytes can be taken until nine tenths of the machine are in use"
+    fields = {"needed_bytes": 9, "held_bytes": 0, "available_bytes": 1, "_of_pinned_memory": True}
+    error = errors.make("BackupError", text, fields)
+    assert last(error) == errors.CHECKED
+    error._name_regions({"weights": "host"})  # type: ignore[attr-defined]
+    assert last(error) == errors.CHECKED and "in use (0.0 MiB needed" in str(error)
+    with Peer() as other:
+        with Fill(leave=64 * MIB), pytest.raises(memsaver.OutOfMemoryError) as alone:
+            make()._core.allocate_array(256 * MIB)
+        assert last(alone.value) != errors.CHECKED  # all is this process's own
+        other.run("held = memsaver.region('held', device='cpu'); a = held._core.allocate_array(64 << 20)")
+        with Fill(leave=64 * MIB), pytest.raises(memsaver.OutOfMemoryError) as shared:
+            make()._core.allocate_array(256 * MIB)
+        assert last(shared.value) == errors.CHECKED
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path / "pools"))
+    (tmp_path / "pools").mkdir()
+    (tmp_path / "pools").chmod(0o777)
+    with pytest.raises(memsaver.ConfigError) as rights:
+        discovery.directory()
+    assert last(rights.value) == errors.CHECKED
