@@ -21,7 +21,7 @@ def driver(machine: Machine) -> Iterator[Finding]:
     visible = machine.variables.get("CUDA_VISIBLE_DEVICES")
     shown = "" if visible is None else f", CUDA_VISIBLE_DEVICES={visible!r}"
     try:
-        gpus = machine.gpus
+        gpus = _core.gpu_facts()
     except DriverError as error:
         text = f"{kernel}, no usable CUDA driver: {error.message}"
         if module:

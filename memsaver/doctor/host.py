@@ -54,11 +54,14 @@ def host_memory(machine: Machine) -> Iterator[Finding]:
         is_sure = any(largest > left for _, _, largest in needs)
         yield Finding("host memory", "error" if is_sure else "warning", f"{text}; only {gib(left)} are left", remedy)
     reporting = {client["pid"] for pool in machine.pools for client in pool["clients"]}
-    silent = [each for each in machine.processes if each.pid not in reporting]
-    if silent:
-        rows = [row for device in machine.devices for row in device.account.rows]
-        held = [sum(row.bytes for row in rows if row.pid == each.pid) for each in silent]
-        parts = [f"{each} holds {gib(nbytes)} of a device" for each, nbytes in zip(silent, held)]
+    rows = [row for device in machine.devices for row in device.account.rows]
+    silent = {
+        str(each): sum(row.bytes for row in rows if row.pid == each.pid)
+        for each in machine.processes
+        if each.pid not in reporting
+    }
+    parts = [f"{name} holds {gib(nbytes)} of a device" for name, nbytes in silent.items() if nbytes]
+    if parts:
         remedy = "memsaver.stats() in the process has its regions; with a shared pool the doctor has them"
         yield Finding("host memory", "note", f"without a report of their regions: {', '.join(parts)}", remedy)
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from memsaver import _core, config, ledger
 from memsaver.broker import caller, discovery
 from memsaver.errors import BrokerError, ConfigError, DriverError
 from memsaver.process_names import process_name
 
-_T = TypeVar("_T")
 _COMMAND = re.compile(rb"(^|[\0/])memsaver\0(broker|top|doctor|trim|config|drop-in)\0")
 SHELL = "this shell"
 
@@ -95,12 +94,15 @@ class Machine:
                     found.append(Process(pid, variables.get("MEMSAVER_NAME") or process_name(pid), variables))
         return found
 
-    def by_value(self, read: Callable[[Mapping[str, str]], _T]) -> dict[_T, str]:
-        """Values of the variables of the shell and of processes that run memsaver, with the names of those."""
-        found: dict[_T, list[str]] = {read(self.variables): [SHELL]}
-        for each in self.processes:
-            found.setdefault(read(each.variables), []).append(str(each))
-        return {value: ", ".join(names) for value, names in found.items()}
+    def by_value(self, *names: str) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Values of these variables in the shell and in processes that run memsaver, each with the names of those.
+
+        Empty: not set.
+        """
+        found: dict[tuple[str, ...], list[str]] = {}
+        for who, variables in [(SHELL, self.variables), *((str(each), each.variables) for each in self.processes)]:
+            found.setdefault(tuple(variables.get(name, "") for name in names), []).append(who)
+        return ((values, ", ".join(names)) for values, names in found.items())
 
     @cached_property
     def brokers(self) -> list[Broker]:
@@ -120,11 +122,6 @@ class Machine:
     def pools(self) -> list[dict[str, Any]]:
         """The status of each pool: see memsaver/broker/status.py."""
         return [each.status for each in self.brokers if each.status is not None]
-
-    @cached_property
-    def gpus(self) -> list[dict[str, Any]]:
-        """What the visible GPUs offer. Raises DriverError without a usable driver."""
-        return _core.gpu_facts()
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:

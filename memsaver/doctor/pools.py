@@ -26,9 +26,9 @@ def pool_directory(machine: Machine) -> Iterator[Finding]:
         return
     job = discovery.job()
     yield Finding("pool directory", "ok", f"{path}, job {job if job is not None else 'not set'}")
-    jobs = machine.by_value(lambda variables: variables.get("MEMSAVER_JOB"))
+    jobs = list(machine.by_value("MEMSAVER_JOB"))
     if len(jobs) > 1:
-        text = "; ".join(f"{job if job is not None else 'not set'}: {who}" for job, who in jobs.items())
+        text = "; ".join(f"{name or 'not set'}: {who}" for (name,), who in jobs)
         remedy = "processes with different names have brokers of their own: unset it, or give all the same"
         yield Finding("job", "note", f"MEMSAVER_JOB differs: {text}", remedy)
 

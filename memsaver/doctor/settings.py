@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
+from memsaver import _core
 from memsaver.doctor import software, versions
 from memsaver.doctor.findings import Finding, State
 from memsaver.doctor.machine import Machine
@@ -22,18 +23,13 @@ _UNWANTED: Final[dict[str, tuple[str, State, str]]] = {
 }  # fmt: skip
 
 
-def _allocator(variables: Mapping[str, str]) -> tuple[str, bool, bool]:
-    """The settings as text, whether the two variables differ, and whether a library that answers cudaMalloc is asked."""
-    found = {name: variables[name] for name in _ALLOCATOR if variables.get(name)}
-    is_managed = "hook_mode_preload" in variables.get("LD_PRELOAD", "") or bool(variables.get("TMS_INIT_ENABLE"))
-    return ", ".join(map("=".join, found.items())), len(set(found.values())) > 1, is_managed
-
-
 def allocator(machine: Machine) -> Iterator[Finding]:
     """Settings of torch's allocator."""
     torch = versions.release(software.version("torch") or "")
-    for (conf, differ, is_managed), who in machine.by_value(_allocator).items():
+    for (*values, preload, managed), who in machine.by_value(*_ALLOCATOR, "LD_PRELOAD", "TMS_INIT_ENABLE"):
+        conf = ", ".join(f"{name}={value}" for name, value in zip(_ALLOCATOR, values) if value)
         text = f"{conf or 'no settings'} in {who}"
+        is_managed = "hook_mode_preload" in preload or managed
         is_expandable = re.search(r"expandable_segments:\s*true", conf, re.IGNORECASE)
         state: State = "ok"
         remedy = ""
@@ -46,27 +42,25 @@ def allocator(machine: Machine) -> Iterator[Finding]:
         elif is_expandable:
             state, remedy = "note", "it has no effect in regions, but in that of memsaver.default_pool()"
         yield Finding("allocator", state, text, remedy)
-        if differ:
+        if len({*values} - {""}) > 1:
             remedy = "versions of torch differ in which of the two counts: set one"
             yield Finding("allocator", "warning", text, remedy)
         if "per_process_memory_fraction" in conf:
             remedy = "remove it: torch counts paused regions as used, so allocations can fail with free memory"
             yield Finding("memory fraction", "warning", text, remedy)
     for name, (subject, state, remedy) in _UNWANTED.items():
-        for value, who in machine.by_value(lambda variables, name=name: variables.get(name, "0")).items():
+        for (value,), who in machine.by_value(name):
             if value not in ("", "0"):
                 yield Finding(subject, state, f"{name}={value} in {who}", remedy)
 
 
 def nccl(machine: Machine) -> Iterator[Finding]:
     """NCCL's variables that matter to graphs and regions."""
-    names = ("NCCL_GRAPH_REGISTER", "NCCL_CUMEM_ENABLE", "WORLD_SIZE")
-    groups = machine.by_value(lambda variables: tuple(variables.get(name) for name in names))
-    for (register, cumem, ranks), who in groups.items():
+    for (register, cumem, ranks), who in machine.by_value("NCCL_GRAPH_REGISTER", "NCCL_CUMEM_ENABLE", "WORLD_SIZE"):
         text = f"NCCL_GRAPH_REGISTER is {register or 'not set'}, NCCL_CUMEM_ENABLE {cumem or 'not set'} in {who}"
-        if register == "0":
+        if register == "0" or not _core.cuda_device_count():
             yield Finding("NCCL", "ok", text)
         else:
-            state: State = "note" if ranks in (None, "1") else "warning"
+            state: State = "note" if ranks in ("", "1") else "warning"
             remedy = "NCCL_GRAPH_REGISTER=0 before the first process group, if ranks capture graphs: replays hang else"
             yield Finding("NCCL", state, text, remedy)

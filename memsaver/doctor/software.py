@@ -55,7 +55,7 @@ def torch(machine: Machine) -> Iterator[Finding]:
     else:
         yield Finding("torch", "note", f"{text}: not run; on GPUs: {on_gpus}; on a driver made for tests: {elsewhere}")
     try:
-        gpus, driver = len(machine.gpus), _core.cuda_version() // 1000
+        gpus, driver = len(_core.gpu_facts()), _core.cuda_version() // 1000
     except DriverError:
         return
     if cuda and driver and versions.release(cuda)[0] > driver:
@@ -72,12 +72,10 @@ def drop_ins(machine: Machine) -> Iterator[Finding]:
     yield Finding("drop-ins", "ok", f"{path}: {written[1]}" if written else "no file in site-packages")
     if missing := [str(each) for each in (startup.PRELOAD, startup.PACKAGES) if not each.exists()]:
         yield Finding("drop-ins", "error", f"missing: {', '.join(missing)}", "install memsaver again")
-    asked: set[str] = set()
-    names = ("MEMSAVER_DROP_IN", "LD_PRELOAD", "TMS_INIT_ENABLE")
-    groups = machine.by_value(lambda variables: tuple(variables.get(name) for name in names))
-    for (variable, preload, managed), who in groups.items():
-        value = variable if variable is not None else written[1] if written else ""
-        savers = [each for each in (preload or "").split(":") if "torch_memory_saver" in os.path.basename(each)]
+    asked = parse_drop_in(written[1]) if written else set()
+    for (value, preload, managed), who in machine.by_value("MEMSAVER_DROP_IN", "LD_PRELOAD", "TMS_INIT_ENABLE"):
+        value = value or (written[1] if written else "")
+        savers = [each for each in preload.split(":") if "torch_memory_saver" in os.path.basename(each)]
         own = all(os.path.dirname(os.path.realpath(each)) == os.path.realpath(startup.LIBRARIES) for each in savers)
         text = f"MEMSAVER_DROP_IN={value}, preloaded: {', '.join(savers) or 'none'} in {who}"
         remedy = ""
