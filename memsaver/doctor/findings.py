@@ -29,6 +29,14 @@ class Finding:
     remedy: str = ""
 
 
+def judged(subject: str, value: str, *cases: tuple[object, State, str]) -> Finding:
+    """A finding by the first case that is true: its state and its remedy. None: ok."""
+    for is_true, state, remedy in cases:
+        if is_true:
+            return Finding(subject, state, value, remedy)
+    return Finding(subject, "ok", value)
+
+
 Check = Callable[[Machine], Iterable[Finding]]
 
 

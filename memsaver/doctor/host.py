@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from memsaver import _core, config
-from memsaver.doctor.findings import Finding
+from memsaver.doctor.findings import Finding, judged
 from memsaver.doctor.machine import SHELL, Machine
 from memsaver.errors import gib
 
@@ -48,11 +48,12 @@ def host_memory(machine: Machine) -> Iterator[Finding]:
     text += f"; backups of regions in reports need {f'up to {gib(total)}' if total else 'no'} more"
     text += "".join(f", {name} {gib(needed)}" for name, needed, _ in needs)
     remedy = "free host memory, raise the container's limit, or use backup='disk', 'none' or memsaver.Derived"
-    if total <= left:
-        yield Finding("host memory", "ok", text)
-    else:
-        is_sure = any(largest > left for _, _, largest in needs)
-        yield Finding("host memory", "error" if is_sure else "warning", f"{text}; only {gib(left)} are left", remedy)
+    yield judged(
+        "host memory",
+        text if total <= left else f"{text}; only {gib(left)} are left",
+        (any(largest > left for _, _, largest in needs), "error", remedy),
+        (total > left, "warning", remedy),
+    )
     reporting = {client["pid"] for pool in machine.pools for client in pool["clients"]}
     rows = [row for device in machine.devices for row in device.account.rows]
     silent = {
@@ -73,44 +74,33 @@ def locked_memory(machine: Machine) -> Iterator[Finding]:
         limit = re.search(r"^Max locked memory +(\w+)", machine.text(f"/proc/{pid}/limits") or "", re.MULTILINE)
         found.setdefault(limit[1] if limit else "unknown", []).append(name)
     for limit_text, names in found.items():
-        text = f"RLIMIT_MEMLOCK is {gib(int(limit_text)) if limit_text.isdigit() else limit_text} in {', '.join(names)}"
-        if limit_text.isdigit() and _core.cuda_device_count():
-            remedy = "some drivers count pinned memory: ulimit -l unlimited, or docker run --ulimit memlock=-1"
-            yield Finding("locked memory", "note", text, remedy)
-        else:
-            yield Finding("locked memory", "ok", text)
+        is_limited = limit_text.isdigit()
+        text = f"RLIMIT_MEMLOCK is {gib(int(limit_text)) if is_limited else limit_text} in {', '.join(names)}"
+        remedy = "some drivers count pinned memory: ulimit -l unlimited, or docker run --ulimit memlock=-1"
+        yield judged("locked memory", text, (is_limited and _core.cuda_device_count(), "note", remedy))
 
 
 def pages(machine: Machine) -> Iterator[Finding]:
     """Huge pages, and NUMA nodes."""
-    huge = machine.text("/sys/kernel/mm/transparent_hugepage/enabled") or "not known"
-    if "[never]" in huge:
-        remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        yield Finding("huge pages", "note", "off: the first pause pins host memory more slowly", remedy)
-    else:
-        yield Finding("huge pages", "ok", huge.strip())
-    nodes = {
-        name: (machine.text(f"/sys/devices/system/node/{name}") or "").strip() for name in ("has_memory", "has_cpu")
-    }
-    text = f"nodes with memory: {nodes['has_memory'] or '?'}, with CPUs: {nodes['has_cpu'] or '?'}"
-    if nodes["has_memory"] == nodes["has_cpu"]:
-        yield Finding("NUMA", "ok", text)
-    elif machine.text("/proc/self/numa_maps") is None:
-        text += "; /proc/self/numa_maps cannot be read, so backups on a machine whose GPUs are nodes are refused"
-        yield Finding("NUMA", "warning", text, "mount /proc with numa_maps in the container")
-    else:
-        yield Finding("NUMA", "note", f"{text}; backups lie on nodes with CPUs alone")
+    huge = (machine.text("/sys/kernel/mm/transparent_hugepage/enabled") or "not known").strip()
+    remedy = "without them the first pause is slower: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+    yield judged("huge pages", huge, ("[never]" in huge, "note", remedy))
+    memory, cpus = ((machine.text(f"/sys/devices/system/node/has_{each}") or "?").strip() for each in ("memory", "cpu"))
+    is_hidden = machine.text("/proc/self/numa_maps") is None
+    yield judged(
+        "NUMA",
+        f"nodes with memory: {memory}, with CPUs: {cpus}{', /proc/self/numa_maps cannot be read' if is_hidden else ''}",
+        (memory != cpus and is_hidden, "warning", "a container has to show it where the memory of a GPU is a node"),
+        (memory != cpus, "note", "backups lie on nodes with CPUs alone"),
+    )
 
 
 def shared_memory(machine: Machine) -> Iterator[Finding]:
     """The space in /dev/shm."""
     shm = os.statvfs(f"{machine.root}/dev/shm")
     free = shm.f_bavail * shm.f_frsize
-    if free < _LEAST_SHM:
-        remedy = "docker run --shm-size, or remove files: tables of host devices, torch and Ray need it"
-        yield Finding("/dev/shm", "warning", f"{gib(free)} free", remedy)
-    else:
-        yield Finding("/dev/shm", "ok", f"{gib(free)} free")
+    remedy = "docker run --shm-size, or remove files: tables of host devices, torch and Ray need it"
+    yield judged("/dev/shm", f"{gib(free)} free", (free < _LEAST_SHM, "warning", remedy))
 
 
 def ray(machine: Machine) -> Iterator[Finding]:
@@ -122,14 +112,10 @@ def ray(machine: Machine) -> Iterator[Finding]:
                 found[f"raylet (pid {pid})"] = machine.variables_of(pid)
     for name, variables in found.items():
         threshold = float(variables.get("RAY_memory_usage_threshold", 0.95))
-        text = f"{name}: RAY_memory_usage_threshold is {threshold:g}, and backups may fill {1 - _LEFT_UNUSED:g}"
-        if variables.get("RAY_memory_monitor_refresh_ms") == "0":
-            yield Finding("Ray", "ok", f"{name}: Ray's memory monitor is off")
-        elif threshold <= 1 - _LEFT_UNUSED:
-            remedy = "raise it above 0.9, or lower configure(host_limit=...): Ray kills workers at the threshold"
-            yield Finding("Ray", "warning", text, remedy)
-        else:
-            yield Finding("Ray", "ok", text)
+        is_off = variables.get("RAY_memory_monitor_refresh_ms") == "0"
+        text = f"{name}: RAY_memory_usage_threshold is {threshold:g}{', and the monitor is off' if is_off else ''}"
+        remedy = "raise it above 0.9, up to which backups fill the memory, or lower host_limit: Ray kills workers there"
+        yield judged("Ray", text, (threshold <= 1 - _LEFT_UNUSED and not is_off, "warning", remedy))
 
 
 def container(machine: Machine) -> Iterator[Finding]:
@@ -141,8 +127,5 @@ def container(machine: Machine) -> Iterator[Finding]:
     capabilities = re.search(r"^CapEff:\s*(\w+)", machine.text("/proc/self/status") or "", re.MULTILINE)
     has = "" if capabilities and int(capabilities[1], 16) & _SYS_PTRACE else "no "
     text = f"pid namespace {namespace}, {has}CAP_SYS_PTRACE (not needed)"
-    if _OF_MACHINE in namespace:
-        yield Finding("container", "ok", text)
-    else:
-        remedy = "processes of one shared pool need one pid namespace (shareProcessNamespace), or a MEMSAVER_JOB each"
-        yield Finding("container", "note", f"{text}: not that of the machine", remedy)
+    remedy = "processes of one shared pool need one pid namespace (shareProcessNamespace), or a MEMSAVER_JOB each"
+    yield judged("container", text, (_OF_MACHINE not in namespace, "note", f"not that of the machine: {remedy}"))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memsaver.broker import discovery
-from memsaver.doctor.findings import Finding
+from memsaver.doctor.findings import Finding, judged
 from memsaver.doctor.machine import Broker, Machine
 from memsaver.errors import ConfigError, gib
 from memsaver.turns import reports
@@ -47,14 +47,13 @@ def _broker(broker: Broker) -> Finding:
         text = f"{pool['device']} ({pool['uuid']}), pid {pool['pid']}, {len(pool['clients'])} clients"
         job = "" if broker.of_this_job else f", of another job ({broker.path.parent.name})"
         return Finding("broker", "ok", f"{text}, capacity {gib(pool['capacity_bytes'])}{job}")
-    why = broker.why.partition("\n")[0]
-    if "of the protocol" in why:
-        remedy = "one version of memsaver for all: end that broker (its pid is in the text) and upgrade its programs"
-        return Finding("broker", "error", why, remedy)
-    if broker.is_locked:
-        return Finding("broker", "error", why, f"see {broker.path.with_suffix('.log')}; kill it if it hangs")
-    remedy = f"none is needed: the next broker replaces it (or rm {broker.path})"
-    return Finding("broker", "note", f"{broker.path} was left by a broker that was killed", remedy)
+    return judged(
+        "broker",
+        broker.why.partition("\n")[0],
+        ("of the protocol" in broker.why, "error", "end that broker, and use one version of memsaver in all processes"),
+        (broker.is_locked, "error", f"its log: {broker.path.with_suffix('.log')}"),
+        (True, "note", "a broker that was killed left this socket, and the next one replaces it"),
+    )
 
 
 def regions(machine: Machine) -> Iterator[Finding]:

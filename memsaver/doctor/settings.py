@@ -8,7 +8,7 @@ from typing import Final
 
 from memsaver import _core
 from memsaver.doctor import software, versions
-from memsaver.doctor.findings import Finding, State
+from memsaver.doctor.findings import Finding, State, judged
 from memsaver.doctor.machine import Machine
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -31,20 +31,16 @@ def allocator(machine: Machine) -> Iterator[Finding]:
         text = f"{conf or 'no settings'} in {who}"
         is_managed = "hook_mode_preload" in preload or managed
         is_expandable = re.search(r"expandable_segments:\s*true", conf, re.IGNORECASE)
-        state: State = "ok"
-        remedy = ""
-        if "cudaMallocAsync" in conf:
-            state, remedy = "error", "remove the backend: it has no pools, so no region gets memory"
-        elif is_expandable and is_managed:
-            state, remedy = "error", "remove it: torch then calls no cudaMalloc, which the preloaded library answers"
-        elif is_expandable and torch and torch < versions.TORCH_BESIDE_EXPANDABLE:
-            state, remedy = "error", "remove expandable_segments:True, or use torch 2.10: no region can be entered"
-        elif is_expandable:
-            state, remedy = "note", "it has no effect in regions, but in that of memsaver.default_pool()"
-        yield Finding("allocator", state, text, remedy)
-        if len({*values} - {""}) > 1:
-            remedy = "versions of torch differ in which of the two counts: set one"
-            yield Finding("allocator", "warning", text, remedy)
+        is_old = () < torch < versions.TORCH_BESIDE_EXPANDABLE
+        yield judged(
+            "allocator",
+            text,
+            ("cudaMallocAsync" in conf, "error", "remove the backend: it has no pools, so no region gets memory"),
+            (is_expandable and is_managed, "error", "remove it: the preloaded library answers cudaMalloc alone"),
+            (is_expandable and is_old, "error", "remove it, or use torch 2.10: no region can be entered"),
+            (is_expandable, "note", "it has no effect in regions, but in that of memsaver.default_pool()"),
+            (len({*values} - {""}) > 1, "warning", "versions of torch differ in which of the two counts: set one"),
+        )
         if "per_process_memory_fraction" in conf:
             remedy = "remove it: torch counts paused regions as used, so allocations can fail with free memory"
             yield Finding("memory fraction", "warning", text, remedy)
@@ -58,9 +54,6 @@ def nccl(machine: Machine) -> Iterator[Finding]:
     """NCCL's variables that matter to graphs and regions."""
     for (register, cumem, ranks), who in machine.by_value("NCCL_GRAPH_REGISTER", "NCCL_CUMEM_ENABLE", "WORLD_SIZE"):
         text = f"NCCL_GRAPH_REGISTER is {register or 'not set'}, NCCL_CUMEM_ENABLE {cumem or 'not set'} in {who}"
-        if register == "0" or not _core.cuda_device_count():
-            yield Finding("NCCL", "ok", text)
-        else:
-            state: State = "note" if ranks in ("", "1") else "warning"
-            remedy = "NCCL_GRAPH_REGISTER=0 before the first process group, if ranks capture graphs: replays hang else"
-            yield Finding("NCCL", state, text, remedy)
+        remedy = "NCCL_GRAPH_REGISTER=0 before the first process group, if ranks capture graphs: replays hang else"
+        state: State = "note" if ranks in ("", "1") else "warning"
+        yield judged("NCCL", text, (register != "0" and _core.cuda_device_count(), state, remedy))

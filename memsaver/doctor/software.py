@@ -12,7 +12,7 @@ from pathlib import Path
 from memsaver import _core
 from memsaver.config import parse_drop_in
 from memsaver.doctor import versions
-from memsaver.doctor.findings import Finding, State
+from memsaver.doctor.findings import Finding, judged
 from memsaver.doctor.machine import Machine
 from memsaver.drop_in import DropInError, startup
 from memsaver.errors import ConfigError, DriverError
@@ -43,17 +43,17 @@ def torch(machine: Machine) -> Iterator[Finding]:
         return
     cuda = _cuda_of_torch()
     text = f"{found}, {'CUDA ' + cuda if cuda else 'a build without CUDA'}"
-    minor = versions.minor(found)
-    on_gpus, elsewhere = ", ".join(versions.TORCH_ON_GPUS), ", ".join(versions.TORCH_ON_TEST_DRIVER)
-    if versions.release(found) < versions.TORCH_OLDEST:
-        remedy = f"expected {'.'.join(map(str, versions.TORCH_OLDEST))} or newer"
-        yield Finding("torch", "error", text, remedy)
-    elif minor in versions.TORCH_ON_GPUS:
-        yield Finding("torch", "ok", f"{text}: run on GPUs")
-    elif minor in versions.TORCH_ON_TEST_DRIVER:
-        yield Finding("torch", "note", f"{text}: run on a driver made for tests; on GPUs: {on_gpus}")
-    else:
-        yield Finding("torch", "note", f"{text}: not run; on GPUs: {on_gpus}; on a driver made for tests: {elsewhere}")
+    release = versions.release(found)
+    yield judged(
+        "torch",
+        text,
+        (release < versions.TORCH_OLDEST, "error", f"expected {'.'.join(map(str, versions.TORCH_OLDEST))} or newer"),
+        (
+            ".".join(map(str, release[:2])) not in versions.TORCH_ON_GPUS, "note",
+            f"it was run on GPUs with {', '.join(versions.TORCH_ON_GPUS)}, and on a driver made for tests with "
+            f"{', '.join(versions.TORCH_ON_TEST_DRIVER)}",
+        ),
+    )  # fmt: skip
     try:
         gpus, driver = len(_core.gpu_facts()), _core.cuda_version() // 1000
     except DriverError:
@@ -78,18 +78,19 @@ def drop_ins(machine: Machine) -> Iterator[Finding]:
         savers = [each for each in preload.split(":") if "torch_memory_saver" in os.path.basename(each)]
         own = all(os.path.dirname(os.path.realpath(each)) == os.path.realpath(startup.LIBRARIES) for each in savers)
         text = f"MEMSAVER_DROP_IN={value}, preloaded: {', '.join(savers) or 'none'} in {who}"
-        remedy = ""
+        wrong = ""
         try:
             asked |= parse_drop_in(value)
         except ConfigError as error:
-            text, remedy = f"{error} in {who}", "correct the variable"
-        if "tms" in value and not own:
-            remedy = f"preload {startup.PRELOAD} alone: two savers would answer cudaMalloc"
-        elif savers and own and "tms" not in value:
-            remedy = "set MEMSAVER_DROP_IN=tms beside memsaver's library, or unset LD_PRELOAD"
-        elif "tms" in value and managed and not savers:
-            remedy = "use memsaver run -- PROGRAM: TMS_INIT_ENABLE needs the library in LD_PRELOAD"
-        yield Finding("drop-ins", "error" if remedy else "ok", text, remedy)
+            wrong = str(error)
+        yield judged(
+            "drop-ins",
+            text,
+            (wrong, "error", wrong),
+            ("tms" in value and not own, "error", f"preload {startup.PRELOAD} alone: two would answer cudaMalloc"),
+            (savers and own and "tms" not in value, "error", "set MEMSAVER_DROP_IN=tms too, or unset LD_PRELOAD"),
+            ("tms" in value and managed and not savers, "error", "TMS_INIT_ENABLE needs LD_PRELOAD: use memsaver run"),
+        )
     yield from _vllm("vllm" in asked, machine.variables.get("VLLM_PLUGINS"))
     yield from _savers("tms" in asked, machine.variables.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "true"))
 
@@ -98,8 +99,7 @@ def _vllm(is_asked: bool, plugins: str | None) -> Iterator[Finding]:
     found = version("vllm")
     if found is None:
         if is_asked:
-            remedy = "memsaver and vLLM have to be in one environment"
-            yield Finding("vLLM", "note", "not installed in this environment, but asked for", remedy)
+            yield Finding("vLLM", "note", "asked for, and not installed here", "install both in one environment")
         return
     library = import_module("memsaver.drop_in.vllm")  # by its name: parts of it use torch
     try:
@@ -108,10 +108,16 @@ def _vllm(is_asked: bool, plugins: str | None) -> Iterator[Finding]:
         yield Finding("vLLM", "error" if is_asked else "note", str(error).partition("\n")[0])
         return
     first, last = versions.VLLM_ALLOCATOR
-    run = "run on GPUs" if found in versions.VLLM_ON_GPUS else f"the allocators of {first} to {last} were run"
-    yield Finding("vLLM", "ok", f"{found}: its sources are accepted; {run}")
-    if is_asked and plugins is not None and "memsaver" not in plugins.split(","):
-        yield Finding("vLLM", "error", f"VLLM_PLUGINS={plugins} leaves memsaver out", "add memsaver to it, or unset it")
+    yield judged(
+        "vLLM",
+        f"{found}: its sources are accepted; run on GPUs: {', '.join(versions.VLLM_ON_GPUS)}, "
+        f"the allocator alone: {first} to {last}",
+        (
+            is_asked and plugins and "memsaver" not in plugins.split(","),
+            "error",
+            f"VLLM_PLUGINS={plugins} lacks memsaver",
+        ),
+    )
 
 
 def _savers(is_asked: bool, health: str) -> Iterator[Finding]:
@@ -119,8 +125,6 @@ def _savers(is_asked: bool, health: str) -> Iterator[Finding]:
         yield Finding("torch_memory_saver", "ok", f"{saver}; the drop-in has the interface of {versions.SAVER}")
     if (sglang := version("sglang")) is not None:
         run = ", ".join(versions.SGLANG_ON_GPUS)
-        state: State = "ok" if sglang in versions.SGLANG_ON_GPUS else "note"
-        yield Finding("SGLang", state, f"{sglang}; run on GPUs: {run}")
-        if is_asked and health.lower() not in ("false", "0"):
-            remedy = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false"
-            yield Finding("SGLang", "warning", "/health generates a token, also while memory is released", remedy)
+        generates = is_asked and health.lower() not in ("false", "0")
+        remedy = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false: /health generates, also while memory is released"
+        yield judged("SGLang", f"{sglang}; run on GPUs: {run}", (generates, "warning", remedy))

@@ -23,8 +23,3 @@ def release(version: str) -> tuple[int, ...]:
     """The numbers of a version: (2, 11, 0) of ``"2.11.0+cu128"``. Empty if it has none."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
-
-
-def minor(version: str) -> str:
-    """``"2.11"`` of ``"2.11.0+cu128"``."""
-    return ".".join(map(str, release(version)[:2]))

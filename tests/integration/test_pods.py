@@ -17,6 +17,7 @@ import pytest
 import memsaver
 from memsaver import cli
 from memsaver.broker import discovery
+from memsaver.errors import CHECKED
 from tests.broker_support import PATIENCE_S, Running
 from tests.pool_support import Worker, is_whole
 from tests.support import GIB, MIB, PAGE, environment, until
@@ -120,7 +121,8 @@ def test_a_pause_beyond_the_limit_of_a_cgroup_raises_with_its_figures(tmp_path: 
     run = start(program, environment(), *MOUNTS, "sh", "-c", f'{mounts} && exec "$@"', "sh")
     out, errors = run.communicate(timeout=PATIENCE_S)
     assert (run.returncode, errors) == (0, "")
-    figures, text, copied = out.splitlines()
+    figures, text, line, copied = out.splitlines()
+    assert line == CHECKED
     left = (limit * 9 // 10 - used) // PAGE * PAGE
     needed, held, available, state = figures.split()
     assert (int(needed), held, state) == (300 * MIB, "0", "active")

@@ -189,16 +189,16 @@ def test_the_worst_state_comes_first_and_determines_the_exit_status() -> None:
 @pytest.mark.parametrize(
     ("version", "gpus", "module", "state", "part"),
     [
-        (13000, [GPU], "580.159.04", "ok", "CUDA 13.0, kernel module 580.159.04, 1 GPUs"),
-        (13000, [GPU], "580.159.04", "ok", "cuda:0 (Test GPU): virtual memory, handles: posix"),
+        (13000, [GPU], "580.159.04", "ok", "CUDA 13.0, 1 GPUs, kernel module 580.159.04"),
+        (13000, [GPU], "580.159.04", "ok", "cuda:0 (Test GPU): virtual memory: yes, POSIX handles: yes, fabric handles: no"),
         (11080, [GPU], "520.61.05", "error", "CUDA 11.8"),
-        (13000, [], "580.159.04", "note", "no GPU is visible"),
+        (13000, [], "580.159.04", "note", "0 GPUs"),
         (0, errors.DriverError(call="dlopen", code=-1, message="no libcuda"), "580.1", "error", "no libcuda"),
         (0, errors.DriverError(call="dlopen", code=-1, message="no libcuda"), "", "note", "no kernel module"),
-        (13000, [{**GPU, "virtual_memory": False}], "", "error", "no virtual memory management"),
-        (13000, [{**GPU, "mps": True}], "", "warning", "MPS"),
-        (13000, [{**GPU, "posix": False}], "", "warning", "handles: none: it has no shared pool"),
-        (13000, [{**GPU, "fabric": True}], "", "ok", "posix and fabric"),
+        (13000, [{**GPU, "virtual_memory": False}], "", "error", "virtual memory: no"),
+        (13000, [{**GPU, "mps": True}], "", "warning", "MPS: yes"),
+        (13000, [{**GPU, "posix": False}], "", "warning", "POSIX handles: no"),
+        (13000, [{**GPU, "fabric": True}], "", "ok", "fabric handles: yes"),
         (13000, [{**GPU, "name": "H100 MIG 1g.10gb"}], "", "ok", "a part of a GPU (MIG)"),
     ],
 )  # fmt: skip
@@ -233,13 +233,14 @@ def test_processes_that_hold_a_device_are_named_with_their_bytes(fake: Fake) -> 
 
 @pytest.mark.parametrize(
     ("holdings", "part"),
-    [({PID: 3 * GIB, PID + 1: GIB}, "several processes"), ({PID: 9 * GIB + 500 * MIB}, "the device is full")],
+    [({PID: 3 * GIB, PID + 1: GIB}, "before another"), ({PID: 9 * GIB + 500 * MIB}, "the device is full")],
 )
 def test_a_device_without_room_for_another_process_is_a_warning(
     fake: Fake, holdings: dict[int, int], part: str
 ) -> None:
     fake.held_by(holdings)
-    assert fake.has(devices.holders, "warning", part, str(PID))
+    [found] = devices.holders(fake.machine)
+    assert found.state == "warning" and str(PID) in found.value and part in found.remedy
 
 
 def test_memory_beside_a_pool_that_exceeds_its_room_is_a_warning(fake: Fake) -> None:
@@ -248,7 +249,7 @@ def test_memory_beside_a_pool_that_exceeds_its_room_is_a_warning(fake: Fake) -> 
     assert fake.is_fine(devices.holders)
     fake.machine.devices.clear()
     fake.held_by({PID: 3 * GIB}, pool=pool)
-    assert fake.has(devices.holders, "warning", "lends up to 8.00 GiB", "3.00 GiB")
+    assert fake.has(devices.holders, "warning", "leaves 2.00 GiB to others", "3.00 GiB")
 
 
 def test_bytes_of_no_listed_process_are_a_note(fake: Fake) -> None:
@@ -270,8 +271,8 @@ def test_the_host_device_of_another_process_is_found() -> None:
 @pytest.mark.parametrize(
     ("version", "state", "part"),
     [
-        ("2.7.1", "error", "2.7.1"), ("2.11.0+cu128", "ok", "run on GPUs"), ("2.13.0", "note", "driver made for tests"),
-        ("2.12.0", "note", "not run"), (None, "note", "not installed"),
+        ("2.7.1", "error", "2.7.1"), ("2.11.0+cu128", "ok", "2.11.0"), ("2.13.0", "note", "2.13.0"),
+        (None, "note", "not installed"),
     ],
 )  # fmt: skip
 def test_torchs_version_is_compared_with_those_that_were_run(
@@ -322,7 +323,7 @@ def test_versions_are_those_of_the_pages() -> None:
     ("variables", "state", "part"),
     [
         ({}, "ok", "MEMSAVER_DROP_IN="),
-        ({"MEMSAVER_DROP_IN": "vlm"}, "error", "names of 'vllm', 'tms'"),
+        ({"MEMSAVER_DROP_IN": "vlm"}, "error", "=vlm"),
         ({"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(startup.PRELOAD), "TMS_INIT_ENABLE": "1"}, "ok", "preloaded"),
         ({"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": "/x/torch_memory_saver_hook_mode_preload.so"}, "error", "/x/"),
         ({"LD_PRELOAD": str(startup.PRELOAD)}, "error", "preload"),
@@ -369,6 +370,26 @@ def test_a_vllm_that_the_drop_in_does_not_accept_is_an_error(
     assert fake.has(software.drop_ins, "note", "vLLM 9.9.9 differs from the versions that memsaver knows")
     fake.machine.variables = {"MEMSAVER_DROP_IN": "vllm"}
     assert fake.has(software.drop_ins, "error", "vLLM 9.9.9 differs", "there is no")
+
+
+def test_an_accepted_vllm_and_its_list_of_plugins(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memsaver.drop_in import vllm
+
+    monkeypatch.setattr(software, "version", lambda name: "0.25.0" if name == "vllm" else None)
+    monkeypatch.setattr(vllm, "check", lambda version: None)
+    for plugins, state in (("", "ok"), ("other,memsaver", "ok"), ("other", "error")):
+        fake.machine.variables = {"MEMSAVER_DROP_IN": "vllm", "VLLM_PLUGINS": plugins}
+        assert fake.has(software.drop_ins, state, "0.25.0: its sources are accepted")
+
+
+def test_the_health_endpoint_of_sglang_must_not_generate(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"sglang": "0.5.17", "torch_memory_saver": "0.0.10"}
+    monkeypatch.setattr(software, "version", found.get)
+    assert fake.has(software.drop_ins, "ok", "0.5.17") and fake.has(software.drop_ins, "ok", "0.0.10; the drop-in has")
+    fake.machine.variables = {"MEMSAVER_DROP_IN": "tms"}
+    assert fake.has(software.drop_ins, "warning", "0.5.17; run on GPUs: 0.5.17")
+    fake.machine.variables = {"MEMSAVER_DROP_IN": "tms", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
+    assert not fake.has(software.drop_ins, "warning")
 
 
 # Variables
@@ -491,7 +512,7 @@ def test_huge_pages_and_nodes(fake: Fake) -> None:
         fake.write(f"/sys/devices/system/node/{name}", "0-1\n")
     assert [state for state, _ in fake.find(host.pages)] == ["ok", "ok"]
     fake.write("/sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")
-    assert fake.has(host.pages, "note", "off")
+    assert fake.has(host.pages, "note", "[never]")
     fake.write("/sys/devices/system/node/has_memory", "0-1,4\n")
     assert fake.has(host.pages, "warning", "numa_maps cannot be read")
     fake.write("/proc/self/numa_maps", "")
@@ -509,7 +530,7 @@ def test_the_threshold_of_ray_is_above_that_of_backups(fake: Fake) -> None:
     low = {"RAY_memory_usage_threshold": "0.8"}
     fake.process(low, PID + 5, "")
     fake.write(f"/proc/{PID + 5}/comm", "raylet\n")
-    assert fake.has(host.ray, "warning", f"raylet (pid {PID + 5})", "is 0.8, and backups may fill 0.9")
+    assert fake.has(host.ray, "warning", f"raylet (pid {PID + 5})", "is 0.8")
     fake.process({**low, "RAY_memory_monitor_refresh_ms": "0"}, PID + 5, "")
     fake.write(f"/proc/{PID + 5}/comm", "raylet\n")
     assert fake.has(host.ray, "ok", "monitor is off")
@@ -561,7 +582,7 @@ def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch:
         found = {each.state: each for each in pools.brokers(Machine())}
         assert set(found) == {"ok", "note"}
         assert broker.uuid in found["ok"].value and "capacity 1.00 GiB" in found["ok"].value
-        assert "GPU-left.sock was left" in found["note"].value
+        assert "GPU-left.sock" in found["note"].value
         words = Message.encode
         own = _core.PROTOCOL_VERSION
         patch.setattr(Message, "encode", lambda self: words(Message(self.kind, (own + 1, *self.words[1:]), self.text)))
