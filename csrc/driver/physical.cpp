@@ -91,8 +91,8 @@ std::vector<GpuFacts> gpu_facts() {
       int value = 0;
       return calls.cuDeviceGetAttribute(&value, which, device) == kSuccess && value != 0;
     };
-    found.push_back({name, has(kAttributeVirtualMemory), has(kAttributePosixFd), has(kAttributeFabric),
-                     mps_serves(calls, device)});
+    found.push_back(
+        {name, has(kAttributeVirtualMemory), has(kAttributePosixFd), has(kAttributeFabric), mps_serves(calls, device)});
   }
   return found;
 }

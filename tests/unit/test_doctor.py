@@ -14,7 +14,7 @@ import pytest
 
 import memsaver
 from memsaver import _core, errors, ledger
-from memsaver.broker import discovery
+from memsaver.broker import caller, discovery
 from memsaver.broker.protocol import Message
 from memsaver.doctor import (
     CHECKS,
@@ -39,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEMINFO = f"MemTotal: {100 * 1024 * 1024} kB\nMemAvailable: {30 * 1024 * 1024} kB\n"  # 20 GiB can be taken
 GPU = {"name": "Test GPU", "virtual_memory": True, "posix": True, "fabric": False, "mps": False}
 CORE = "7f00-7f01 r-xp 0 00:00 0 /usr/lib/python3/site-packages/memsaver/_core.abi3.so\n"
+WAIT = {"needed_bytes": GIB, "granted_bytes": 0}
 PID = 4_000_001  # beyond the pids of Linux: no such process exists
 
 
@@ -190,7 +191,7 @@ def test_the_worst_state_comes_first_and_determines_the_exit_status() -> None:
     ("version", "gpus", "module", "state", "part"),
     [
         (13000, [GPU], "580.159.04", "ok", "CUDA 13.0, 1 GPUs, kernel module 580.159.04"),
-        (13000, [GPU], "580.159.04", "ok", "cuda:0 (Test GPU): virtual memory: yes, POSIX handles: yes, fabric handles: no"),
+        (13000, [GPU], "580.159.04", "ok", "cuda:0 (Test GPU): virtual memory: yes, POSIX handles: yes, fabric"),
         (11080, [GPU], "520.61.05", "error", "CUDA 11.8"),
         (13000, [], "580.159.04", "note", "0 GPUs"),
         (0, errors.DriverError(call="dlopen", code=-1, message="no libcuda"), "580.1", "error", "no libcuda"),
@@ -227,8 +228,10 @@ def test_facts_of_gpus_are_those_of_the_driver() -> None:
 
 def test_processes_that_hold_a_device_are_named_with_their_bytes(fake: Fake) -> None:
     fake.held_by({PID: 4 * GIB})
-    assert fake.find(devices.holders) == [("note", fake.find(devices.holders)[0][1])]
-    assert f"(pid {PID}) 4.00 GiB" in fake.find(devices.holders)[0][1]
+    assert fake.has(devices.holders, "note", f"(pid {PID}) 4.00 GiB")
+    rows = [ledger.LedgerRow(PID, "loop", kind, "", "", GIB) for kind in ("region", "torch", "unknown")]
+    fake.machine.devices = [DeviceMemory("cpu", "HOST-1", 8 * GIB, ledger.Ledger(3 * GIB, rows, True), fake.pool())]
+    assert fake.has(devices.holders, "ok", "3.00 GiB of 8.00 GiB", f"loop (pid {PID}) 3.00 GiB")
 
 
 @pytest.mark.parametrize(
@@ -583,11 +586,13 @@ def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch:
         assert set(found) == {"ok", "note"}
         assert broker.uuid in found["ok"].value and "capacity 1.00 GiB" in found["ok"].value
         assert "GPU-left.sock" in found["note"].value
-        words = Message.encode
         own = _core.PROTOCOL_VERSION
-        patch.setattr(Message, "encode", lambda self: words(Message(self.kind, (own + 1, *self.words[1:]), self.text)))
+        patch.setattr(caller, "Message", lambda kind, words, text: Message(kind, (own + 1, *words[1:]), text))
         [wrong] = [each for each in pools.brokers(Machine()) if each.state == "error"]
         assert re.search(f"process {os.getpid()} speaks version {own} .* version {own + 1}", wrong.value)
+        assert "end that broker" in wrong.remedy
+        with pytest.raises(memsaver.BrokerError, match=f"\n{errors.CHECKED}$"):
+            broker.status()
 
 
 def test_a_broker_that_does_not_answer_is_an_error(fake: Fake) -> None:
@@ -605,13 +610,15 @@ def test_a_broker_that_does_not_answer_is_an_error(fake: Fake) -> None:
         ([client(region("a", "paused", nbytes=9 * GIB)), client(region("b"), pid=PID + 1)], "ok", "2 regions"),
         ([client(exited=True, kept_by=[{"pid": 9, "name": "child"}], held_bytes=GIB)], "warning", "child (pid 9)"),
         ([client(is_current=False, report_age_s=60.0)], "warning", "no report for 60 s"),
-        ([client(waiting=[{"needed_bytes": GIB, "granted_bytes": 0, "seconds": 30.0}])], "warning", "waits for 1.0"),
-        ([client(waiting=[{"needed_bytes": GIB, "granted_bytes": 0, "seconds": 0.1}])], "ok", "0 regions"),
+        ([client(waiting=[{**WAIT, "seconds": 30.0}])], "warning", "waits for 1.00 GiB"),
+        ([client(region("a", "paused"), waiting=[{**WAIT, "seconds": 1.0}])], "ok", "1 regions"),
+        ([client(waiting=[{**WAIT, "seconds": 0.1}])], "ok", "0 regions"),
     ],
 )  # fmt: skip
 def test_regions_and_clients_in_reports(fake: Fake, clients: list[dict[str, Any]], state: str, part: str) -> None:
     fake.pool(*clients)
     assert fake.has(pools.regions, state, part)
+    assert {each for each, _ in fake.find(pools.regions)} == {state, "ok"}
     assert exit_status(run([pools.regions], fake.machine)) == {"warning": 1, "error": 2}.get(state, 0)
 
 
@@ -619,7 +626,9 @@ def test_the_report_of_a_turn_that_a_rank_did_not_reach(fake: Fake, tmp_path: Pa
     memsaver.configure(report_dir=tmp_path / "reports")
     try:
         assert fake.has(pools.turns, "ok", "no report")
+        os.utime(memsaver.turns.reports.write("an earlier one"), (1, 1))
         path = memsaver.turns.reports.write("phase 'train' could not be entered: rank 1 has not entered\nmore\n")
+        os.utime(memsaver.turns.reports.write("another earlier one"), (2, 2))
         assert fake.has(pools.turns, "note", "rank 1 has not entered", "has ended")
         fake.write(f"/proc/{os.getpid()}/stat", "")
         assert fake.has(pools.turns, "warning", "rank 1 has not entered", f"pid {os.getpid()}) runs")

@@ -20,7 +20,7 @@ from memsaver.ledger import LedgerRow, accounts, reports
 from memsaver.ledger.accounts import Device, PoolTotal, Report, account
 from memsaver.ledger.rows import Part
 from tests import controls
-from tests.support import GIB, MIB, PAGE, Peer, blocks, run_clean
+from tests.support import GIB, MIB, PAGE, Peer, blocks, host_held_bytes, run_clean
 
 Make = Callable[..., memsaver.Region]
 Sums = dict[tuple[int | None, str], int]  # bytes by pid and kind
@@ -248,10 +248,14 @@ def test_a_report_survives_its_message_and_the_rows_of_a_long_one_are_joined(
         text = ledger.encoded("cpu")
         assert len(text) < _core.LONGEST_PACKET
         found = ledger.decoded(text)
-        assert found["imported_bytes"] == 7
+        assert found["imported_bytes"] == 7 and found["host_held_bytes"] == host_held
         return found
 
     [held] = blocks(make(), [2 * MIB])
+    kept = blocks(make("host"), [2 * MIB])
+    kept[0].region.pause()
+    host_held = host_held_bytes()
+    assert host_held > 0
     few = [("torch", "", "", 5 * PAGE), ("guest", "a", "here", PAGE)]
     found = sent(few)
     assert found["rows"] == [list(part) for part in few]
