@@ -18,6 +18,7 @@ from memsaver.process_names import process_name
 
 _COMMAND = re.compile(rb"(^|[\0/])memsaver\0(broker|top|doctor|trim|config|drop-in)\0")
 SHELL = "this shell"
+_MOST_NAMES = 4  # in a line
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Machine:
         found: dict[tuple[str, ...], list[str]] = {}
         for who, variables in [(SHELL, self.variables), *((str(each), each.variables) for each in self.processes)]:
             found.setdefault(tuple(variables.get(name, "") for name in names), []).append(who)
-        return ((values, ", ".join(names)) for values, names in found.items())
+        return ((values, _joined(names)) for values, names in found.items())
 
     @cached_property
     def brokers(self) -> list[Broker]:
@@ -125,33 +126,31 @@ class Machine:
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:
-        """All GPUs, and the host devices in use."""
+        """The visible GPUs, the host devices in use, and the devices of pools."""
         found = {}
+        for name, memory in self._memories():
+            account = ledger.of_device(memory.used_bytes(), memory.holdings(), memory.lists_all())
+            found[memory.uuid()] = DeviceMemory(name, memory.uuid(), memory.total_bytes(), account)
         for pool in self.pools:
-            total = pool["capacity_bytes"]
-            if pool["device"] == "cpu":
-                total = int(pool["uuid"].rpartition("-")[2], 16)  # the size of a host device
-            else:
-                with suppress(DriverError, ValueError):  # it is not visible here
-                    total = _opened(pool["device"]).total_bytes()
+            seen = found.get(pool["uuid"])
+            total = pool["capacity_bytes"] if seen is None else seen.total_bytes
             found[pool["uuid"]] = DeviceMemory(pool["device"], pool["uuid"], total, ledger.of_pool(pool), pool)
-        gpus = [f"cuda:{index}" for index in range(_core.cuda_device_count())]
-        for name, memory in [*((gpu, _opened(gpu)) for gpu in gpus), *(("cpu", each) for each in self._host_devices())]:
-            if memory.uuid() not in found:
-                account = ledger.of_device(memory.used_bytes(), memory.holdings(), memory.lists_all())
-                found[memory.uuid()] = DeviceMemory(name, memory.uuid(), memory.total_bytes(), account)
         return list(found.values())
 
-    def _host_devices(self) -> Iterator[Any]:
-        """Those in use, by their tables: see csrc/host/ledger.cpp. The shell may name none of them."""
+    def _memories(self) -> Iterator[tuple[str, Any]]:
+        for index in range(_core.cuda_device_count()):
+            with suppress(DriverError):  # it lacks what the list of its holders needs
+                yield f"cuda:{index}", _core.open_cuda_memory(index)
+        # Host devices have tables (csrc/host/ledger.cpp). The variable of the shell may name another one.
         for folder in (f"{self.root}/dev/shm", self.variables.get("TMPDIR", "/tmp")):
             for path in sorted(Path(folder).glob(f"memsaver.2.{os.getuid()}.*")):
                 with suppress(ConfigError):  # this process has opened one of another size
                     _core.set_host_device(int(path.name.rpartition(".")[2]))
-                    yield _opened("cpu")
+                    yield "cpu", _core.open_host_memory()
         with suppress(ConfigError):
             _core.set_host_device(config.options().get("host_device") or 0)
 
 
-def _opened(device: str) -> Any:
-    return _core.open_host_memory() if device == "cpu" else _core.open_cuda_memory(int(device.removeprefix("cuda:")))
+def _joined(names: list[str]) -> str:
+    rest = len(names) - _MOST_NAMES
+    return ", ".join([*names[:_MOST_NAMES], *([f"{rest} more"] if rest > 0 else [])])

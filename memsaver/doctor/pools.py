@@ -46,7 +46,9 @@ def _broker(broker: Broker) -> Finding:
         pool = broker.status
         text = f"{pool['device']} ({pool['uuid']}), pid {pool['pid']}, {len(pool['clients'])} clients"
         job = "" if broker.of_this_job else f", of another job ({broker.path.parent.name})"
-        return Finding("broker", "ok", f"{text}, capacity {gib(pool['capacity_bytes'])}{job}")
+        text += f", capacity {gib(pool['capacity_bytes'])}, idle {gib(pool['idle_bytes'])}{job}"
+        is_left = not pool["clients"] and pool["idle_bytes"]
+        return judged("broker", text, (is_left, "note", "memsaver trim, or broker --stop, returns its idle memory"))
     return judged(
         "broker",
         broker.why.partition("\n")[0],

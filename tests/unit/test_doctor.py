@@ -224,6 +224,11 @@ def test_facts_of_gpus_are_those_of_the_driver() -> None:
     assert (part["name"], part["posix"], part["fabric"], part["mps"]) == ("Test GPU MIG 1g.10gb", True, True, False)
     assert (old["name"], old["posix"], old["fabric"], old["mps"]) == ("Test GPU", False, False, True)
     assert (part["virtual_memory"], none["virtual_memory"], _core.cuda_version()) == (True, False, 13000)
+    taken = gpus.take(name := gpus.gpu(processes=f"4711:{64 * MIB}"), 64 * MIB)
+    found = run(CHECKS, Machine())
+    gpus.give(name, taken)
+    assert not [each for each in found if "this check failed" in each.value]
+    assert any(each.value.startswith(name) and "(pid 4711) 64.0 MiB" in each.value for each in found)
 
 
 def test_processes_that_hold_a_device_are_named_with_their_bytes(fake: Fake) -> None:
@@ -454,6 +459,10 @@ def test_processes_are_those_that_have_loaded_memsaver_but_for_its_commands(fake
     fake.process(pid=PID + 2, command="python\0-m\0memsaver\0broker\0--device\0cpu")
     fake.process(pid=PID + 3, command="/venv/bin/python\0/venv/bin/memsaver\0top")
     assert [each.pid for each in fake.machine.processes] == [PID]
+    for pid in range(PID + 10, PID + 15):
+        fake.process(pid=pid)
+    [(_, who)] = fake.machine.by_value("MEMSAVER_JOB")
+    assert who.startswith("this shell, loop (pid ") and who.endswith(", 3 more")
 
 
 # The host
@@ -593,6 +602,16 @@ def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch:
         assert "end that broker" in wrong.remedy
         with pytest.raises(memsaver.BrokerError, match=f"\n{errors.CHECKED}$"):
             broker.status()
+
+
+def test_a_broker_without_clients_that_keeps_memory_is_a_note(fake: Fake) -> None:
+    fake.pool(idle_bytes=0)
+    assert fake.has(pools.brokers, "ok", "0 clients, capacity 8.00 GiB")
+    fake.machine.brokers.clear()
+    fake.pool(idle_bytes=3 * GIB)
+    assert fake.has(pools.brokers, "note", "idle 3.00 GiB")
+    fake.pool(client(region("a")), idle_bytes=3 * GIB)
+    assert fake.has(pools.brokers, "ok", "1 clients")
 
 
 def test_a_broker_that_does_not_answer_is_an_error(fake: Fake) -> None:
