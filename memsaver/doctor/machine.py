@@ -132,8 +132,11 @@ class Machine:
             account = ledger.of_device(memory.used_bytes(), memory.holdings(), memory.lists_all())
             found[memory.uuid()] = DeviceMemory(name, memory.uuid(), memory.total_bytes(), account)
         for pool in self.pools:
-            seen = found.get(pool["uuid"])
-            total = pool["capacity_bytes"] if seen is None else seen.total_bytes
+            seen, total = found.get(pool["uuid"]), pool["capacity_bytes"]
+            if pool["device"] == "cpu":
+                total = int(pool["uuid"].rpartition("-")[2], 16)  # the size of a host device
+            elif seen is not None:
+                total = seen.total_bytes
             found[pool["uuid"]] = DeviceMemory(pool["device"], pool["uuid"], total, ledger.of_pool(pool), pool)
         return list(found.values())
 

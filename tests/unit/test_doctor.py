@@ -595,6 +595,8 @@ def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch:
         assert set(found) == {"ok", "note"}
         assert broker.uuid in found["ok"].value and "capacity 1.00 GiB" in found["ok"].value
         assert "GPU-left.sock" in found["note"].value
+        [device] = [each for each in Machine().devices if each.uuid == broker.uuid]
+        assert device.total_bytes == broker.memory.total_bytes() > GIB
         own = _core.PROTOCOL_VERSION
         patch.setattr(caller, "Message", lambda kind, words, text: Message(kind, (own + 1, *words[1:]), text))
         [wrong] = [each for each in pools.brokers(Machine()) if each.state == "error"]
