@@ -21,6 +21,7 @@ log = logging.getLogger("memsaver")
 
 _verify = False
 _stale = "off"
+_lazy = False
 _AWAY = ("paused", "lost")  # states of regions without memory
 
 
@@ -42,6 +43,12 @@ def set_stale(mode: str) -> None:
 
 def stale() -> str:
     return _stale
+
+
+def set_lazy(wanted: bool) -> None:
+    """Whether pauses are lazy that do not say so themselves."""
+    global _lazy
+    _lazy = wanted
 
 
 class Move:
@@ -89,7 +96,7 @@ class Move:
             bounds.timeout,
             bounds.memory_timeout,
             bounds.reader_timeout,
-            [each._handle for each in pause.regions if lazy.get(each.tag, False)],
+            [each._handle for each in pause.regions if lazy.get(each.tag, _lazy)],
         )
 
     def run(self) -> Transition:

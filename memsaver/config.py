@@ -197,6 +197,7 @@ OPTIONS: Final = {
         Option("pool", "process", _pool, pool_client.set_pool),
         Option("retain", 0, parse_size, _core.set_retain),
         Option("host_limit", None, _limit, _core.set_host_limit, "auto"),
+        Option("lazy", False, _switch, _moves.set_lazy),
         Option("verify", False, _switch, _moves.set_verify),
         Option("stale", "off", _stale, _moves.set_stale),
         Option("disk_dir", None, _disk_dir, lambda path: _core.set_disk_dir(path or "")),

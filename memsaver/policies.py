@@ -93,8 +93,8 @@ Backup = str | Mapping[str, str] | None
 Restore = bool | Mapping[str, bool]
 """Whether a resume restores contents: one value for all tags, or by tag. True for tags that are left out."""
 
-Lazy = bool | Mapping[str, bool]
-"""Whether a pause is lazy: one value for all tags, or by tag. False for tags that are left out."""
+Lazy = bool | Mapping[str, bool] | None
+"""Whether a pause is lazy: one value for all tags, or by tag. The option ``lazy`` is for tags that are left out."""
 
 TurnBackup = str | Mapping[str, str | Mapping[str, str]] | None
 """Backup policies of a group's turn: one for all roles, or by role; there, one for all tags, or by tag.
@@ -187,7 +187,7 @@ def restores(restore: Restore, tags: Sequence[str]) -> _ByTag[bool]:
 
 def lazies(lazy: Lazy, tags: Sequence[str]) -> _ByTag[bool]:
     """By tag, whether a pause is lazy. Raises ValueError for tags that do not pause, TypeError unless a bool."""
-    return {} if lazy is False else _by_tag("lazy", lazy, tags, check_restore)
+    return {} if lazy is None else _by_tag("lazy", lazy, tags, check_restore)
 
 
 def turn_backups(backup: TurnBackup, leaving: Mapping[str, Sequence[str]], option: str = "backup") -> _ByRole[str]:

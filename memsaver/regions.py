@@ -186,7 +186,7 @@ class Region:
         self,
         *,
         backup: Backup = None,
-        lazy: bool = False,
+        lazy: bool | None = None,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
     ) -> Transition:

@@ -20,7 +20,7 @@ def pause(
     tags: Selection = None,
     *,
     backup: Backup = None,
-    lazy: Lazy = False,
+    lazy: Lazy = None,
     timeout: float | None = None,
     reader_timeout: float = READERS_S,
 ) -> Transition:
@@ -36,7 +36,8 @@ def pause(
             contents are undefined after the resume, and ``Region.discarded`` is True until then if the region's own
             policy keeps them.
         lazy: True leaves chunks and contents where they are, not mapped, until a resume or an allocation lacks memory.
-            One value for all tags, or ``{tag: bool}``. A pause without it of such a region copies and returns the rest.
+            One value for all tags, or ``{tag: bool}``. False for such a region copies and returns the rest. Default:
+            the option ``lazy``.
         timeout: Seconds for the whole call up to its commit, with all of its waits. None: no bound.
         reader_timeout: Seconds to wait for other processes that have tensors of the regions. Of two bounds the earlier
             one ends the wait.
@@ -109,7 +110,7 @@ def switch(
     pause: Selection = (),
     resume: Selection = (),
     backup: Backup = None,
-    lazy: Lazy = False,
+    lazy: Lazy = None,
     restore: Restore = True,
     timeout: float | None = None,
     memory_timeout: float | None = None,
@@ -155,7 +156,7 @@ def start(
     pause: Selection = (),
     resume: Selection = (),
     backup: Backup = None,
-    lazy: Lazy = False,
+    lazy: Lazy = None,
     restore: Restore = True,
     timeout: float | None = None,
     memory_timeout: float | None = None,
@@ -193,7 +194,7 @@ def start(
 
 
 def started(
-    pause: Chosen, resume: Chosen, bounds: Bounds, *, backup: Backup = None, lazy: Lazy = False, restore: Restore = True
+    pause: Chosen, resume: Chosen, bounds: Bounds, *, backup: Backup = None, lazy: Lazy = None, restore: Restore = True
 ) -> TransitionFuture:
     """``transition()`` in the background. Its regions are in the order of the calls."""
     future = TransitionFuture()
@@ -215,7 +216,7 @@ def transition(
     bounds: Bounds,
     *,
     backup: Backup = None,
-    lazy: Lazy = False,
+    lazy: Lazy = None,
     restore: Restore = True,
 ) -> Transition:
     """Changes the state of regions. See ``switch()``. A tag of guests moves only if it is among those of a side."""
@@ -235,7 +236,7 @@ def _queued(
     backup: Backup,
     restore: Restore,
     thread: int | None,
-    lazy: Lazy = False,
+    lazy: Lazy = None,
 ) -> Move | None:
     """Checks the arguments, and queues the transition at its regions. None: there is nothing to move.
 
@@ -297,7 +298,7 @@ def prepare_pause(
     tags: Selection = None,
     *,
     backup: Backup = None,
-    lazy: Lazy = False,
+    lazy: Lazy = None,
     timeout: float | None = None,
     reader_timeout: float = READERS_S,
 ) -> Prepared:

@@ -89,7 +89,7 @@ class Colocated:
         tags: Tags = None,
         *,
         backup: Backup = None,
-        lazy: Lazy = False,
+        lazy: Lazy = None,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
     ) -> Transition:
@@ -147,7 +147,7 @@ class Colocated:
         coming: Sequence[str] = (),
         *,
         backup: Backup = None,
-        lazy: Lazy = False,
+        lazy: Lazy = None,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
     ) -> Ready:
@@ -182,7 +182,7 @@ class Colocated:
         *,
         phase: str,
         backup: Backup = None,
-        lazy: Lazy = False,
+        lazy: Lazy = None,
         restore: Restore = True,
         timeout: float | None = None,
         memory_timeout: float | None = None,

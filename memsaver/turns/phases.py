@@ -90,7 +90,7 @@ def phase(
     name: str,
     *,
     backup: Backup = None,
-    lazy: Lazy = False,
+    lazy: Lazy = None,
     restore: Restore = True,
     timeout: float | None = None,
     memory_timeout: float | None = None,

@@ -57,7 +57,7 @@ class TurnOptions:
         bounds, chosen = self.bounds.left(self.since), self.backup.get(role, {})
         backup = {tag: chosen[tag] for tag in tags if tag in chosen} or None
         given = self.lazy.get(role, {})
-        lazy = {tag: given[tag] for tag in tags if given.get(tag)}
+        lazy = {tag: given[tag] for tag in tags if tag in given}
         options = {"backup": backup, "timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
         return {**options, "lazy": lazy} if lazy else options
 

@@ -127,6 +127,12 @@ def test_pauses_are_lazy_by_phase_role_and_tag(make: Make) -> None:
     assert pair.enter("none") == (0, 0)
     assert pair.enter("rollout") == (0, 0)
     pair.check()
+    memsaver.configure(lazy=True)
+    try:
+        assert pair.enter("train", lazy={"engine": {"graphs": False}})[0] == 2 * MIB
+        assert pair.enter("rollout") == (0, 2 * MIB)
+    finally:
+        memsaver.configure(lazy=False)
     with pytest.raises(ValueError, match="lazy of 'trainer' names the tag"):
         pair.enter("train", lazy={"trainer": {"params": True}})
     with pytest.raises(TypeError, match="expected True or False"):

@@ -119,6 +119,31 @@ def test_a_pause_that_is_not_lazy_copies_the_rest(make: Make) -> None:
     check(held)
 
 
+def test_the_option_is_the_default_of_pauses(make: Make) -> None:
+    memsaver.configure(lazy=True)
+    try:
+        region, other = make("host"), make("host")
+        held = [Block(each, CHUNK, 1) for each in (region, other)]
+        memsaver.pause([region, other], lazy={other.tag: False})
+        assert (region.offered_bytes, other.offered_bytes) == (CHUNK, 0)
+        region.pause(lazy=False)
+        assert (region.offered_bytes, region.backup_bytes) == (0, CHUNK)
+        memsaver.resume([region, other])
+        memsaver.define_phase("lazy", region)
+        memsaver.define_phase("lazy other", other)
+        with memsaver.phase("lazy"):
+            assert other.offered_bytes == CHUNK
+        other.resume()
+    finally:
+        memsaver.configure(lazy=False)
+        for name in ("lazy", "lazy other"):
+            memsaver.define_phase(name, [])
+    check(held)
+    region.pause()
+    assert region.offered_bytes == 0
+    region.resume()
+
+
 def test_contents_that_are_not_kept_are_given_without_a_copy(make: Make) -> None:
     for backup, options in (("none", {}), ("host", {"frozen": True})):
         region, held = lazily(make, backup, **options)

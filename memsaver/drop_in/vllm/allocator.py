@@ -204,7 +204,7 @@ def _unmap_and_release(handle: Handle) -> NoReturn:
 
 def _is_offloaded(region: Region) -> bool:
     """Whether a region sleeps and its contents are kept."""
-    return region.state != "active" and region.backup_bytes > 0
+    return region.state != "active" and region._core.keeps_contents
 
 
 def _tags(tags: tuple[str, ...] | str) -> tuple[str, ...]:
