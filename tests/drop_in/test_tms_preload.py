@@ -378,7 +378,8 @@ def test_c_functions_pause_and_resume(run: Run) -> None:
     assert said == "memsaver: tms_pause was called before Python imported torch_memory_saver or torch\n"
 
 
-def test_retained_backups_outlive_a_resume_at_one_place(run: Run) -> None:
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_retained_backups_outlive_a_resume_at_one_place(run: Run, lazy: str) -> None:
     run("""
     assert saver.retain_cpu_backup is True  # by the variable
     address = allocate()
@@ -398,7 +399,7 @@ def test_retained_backups_outlive_a_resume_at_one_place(run: Run) -> None:
     saver.pause()
     saver.resume()
     assert saver.get_cpu_backup(Tensor(address)) is None
-    """, TMS_RETAIN_CPU_BACKUP="yes", **WHOLE)  # fmt: skip
+    """, TMS_RETAIN_CPU_BACKUP="yes", MEMSAVER_LAZY=lazy, **WHOLE)  # fmt: skip
 
 
 def test_host_memory_of_the_kind_mmap_returns_after_a_resume(run: Run) -> None:

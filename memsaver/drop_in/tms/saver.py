@@ -151,7 +151,8 @@ class TorchMemorySaver:
                 pool_client.join(device)
             with impl.default_pool.leaving(chosen):
                 impl.retained.drop(chosen)
-                transitions.pause(chosen)
+                # Contents that a lazy pause leaves on the device could not be retained.
+                transitions.pause(chosen, lazy=False if self.retain_cpu_backup else None)
 
     def resume(self, tag: str | None = None) -> None:
         """Maps the memory of a tag again, or of all tags, with the contents that were kept.
