@@ -351,8 +351,8 @@ REWRITES = [
         "retained_contents_outlast_the_pause",
         "torch_memory_saver: the retained copy of the last pause is held beside the copy of this one",
         "memsaver/drop_in/tms/saver.py",
-        "                impl.retained.drop(chosen)\n                transitions.pause(chosen)\n",
-        "                transitions.pause(chosen)\n                impl.retained.drop(chosen)\n",
+        "                impl.retained.drop(chosen)\n                transitions.pause(chosen, lazy=lazy)\n",
+        "                transitions.pause(chosen, lazy=lazy)\n                impl.retained.drop(chosen)\n",
         ["drop_in/test_tms_preload.py::test_retained_backups_outlive_a_resume_at_one_place"],
     ),
     Rewrite(

@@ -150,9 +150,10 @@ class TorchMemorySaver:
             for device in {each.device for each in chosen}:
                 pool_client.join(device)
             with impl.default_pool.leaving(chosen):
-                impl.retained.drop(chosen)
                 # Contents that a lazy pause leaves on the device could not be retained.
-                transitions.pause(chosen, lazy=False if self.retain_cpu_backup else None)
+                lazy = False if self.retain_cpu_backup else None
+                impl.retained.drop(chosen)
+                transitions.pause(chosen, lazy=lazy)
 
     def resume(self, tag: str | None = None) -> None:
         """Maps the memory of a tag again, or of all tags, with the contents that were kept.
