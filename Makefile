@@ -1,5 +1,5 @@
 # make demo      the quick start, then the colocated RL loop, which learns to add.
-#                ARGS="--steps 10": for the loop
+#                ARGS="--steps 10": for the loop.  TRACE=run.json: writes its timeline, and a picture of its memory, run.svg
 # make test      all tests, in several processes; those for a GPU are skipped, with the reason, where there is none.
 #                ARGS="-k name": for pytest.  JOBS=0: in one process, as on a machine with a GPU
 #                ASYNC=1: on a host device that is busy, as a GPU is, and whose marks and copies come late
@@ -80,7 +80,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 demo: $(READY)
 	$(RUN) -m examples.quickstart
-	$(RUN) -m examples.colocate $(ARGS)
+	$(if $(TRACE),rm -f $(TRACE); MEMSAVER_TRACE=$(abspath $(TRACE))) $(RUN) -m examples.colocate $(ARGS)
+	$(if $(TRACE),$(RUN) -m memsaver trace plot $(TRACE) -o $(basename $(TRACE)).svg)
 
 test: $(READY)
 	$(if $(ASYNC),MEMSAVER_TEST_ASYNC=1) $(RUN) -m pytest $(WORKERS) $(ARGS)

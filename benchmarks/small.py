@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -22,6 +23,7 @@ from benchmarks.harness.work import Contents, percentile, synchronize
 
 DEVICES = ("cuda", "cpu")
 WARM_UP = 20
+BLOCK = 50  # cycles
 REGIONS = 1000
 IMPORT = """
 import json, sys, time
@@ -68,14 +70,20 @@ def figures(device: str, cycles: int) -> Sample:
         region = memsaver.region(f"backup {backup}", device=device, backup=backup)
         contents = Contents([region.empty((MIB // 8,), torch.int64)], kept=backup != "none")
         synchronize(device)
-        pauses: list[float] = []
-        resumes: list[float] = []
-        for _ in range(WARM_UP + cycles):
-            pauses += _timed(region.pause, 1, warm_up=0)
-            resumes += _timed(region.resume, 1, warm_up=0)
+        with TemporaryDirectory() as folder:
+            for block in range(2 * -(-cycles // BLOCK)):  # one without a trace, one with it, in turn
+                traced = f"{folder}/trace.json" if block % 2 else None
+                memsaver.configure(trace=traced)
+                pauses: list[float] = []
+                resumes: list[float] = []
+                for _ in range(WARM_UP + BLOCK):
+                    pauses += _timed(region.pause, 1, warm_up=0)
+                    resumes += _timed(region.resume, 1, warm_up=0)
+                for name, took in (("pause", pauses), ("resume", resumes)):
+                    row = f"{name} of 1 MiB, backup {backup}{', with a trace' if traced else ''}"
+                    found.setdefault(row, []).extend(took[WARM_UP:])
+            memsaver.configure(trace=None)
         contents.check()
-        found[f"pause of 1 MiB, backup {backup}"] = pauses[WARM_UP:]
-        found[f"resume of 1 MiB, backup {backup}"] = resumes[WARM_UP:]
     begin = time.perf_counter()
     made = [memsaver.region(f"region {number}", device=device) for number in range(REGIONS)]
     middle = time.perf_counter()

@@ -78,7 +78,7 @@ class Move:
         self._thread, self._backup, self._restore = thread, backup, restore
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
         self.recorder = _results.Recorder(pause.tags, resume.tags)
-        self.recorder.core_stages = partial(_stages_of, weakref.ref(self))
+        self.recorder.core = partial(_core_of, weakref.ref(self))
         self._ends: list[Callable[[], None]] = []  # of the expectation of this pause
         self._guests = _guests.Moves({*resume.tags}, self.recorder.enter, until)
         self._leaving: tuple[str, ...] = ()
@@ -317,10 +317,10 @@ def _call_all(functions: list[Callable[[], None]]) -> None:
         functions.pop()
 
 
-def _stages_of(move: weakref.ref[Move]) -> list[tuple[str, float]] | None:
-    """The stages of a transition's core so far. None: it was dropped, or its construction was interrupted."""
+def _core_of(move: weakref.ref[Move]) -> Any:
+    """The core of a transition. None: it was dropped, or its construction was interrupted."""
     found = move()
-    return None if found is None or found.core is None else list(found.core.stages)
+    return None if found is None else found.core
 
 
 def _is_away(each: Region) -> bool:

@@ -16,6 +16,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from memsaver import trace
+
 _T = TypeVar("_T")
 _EXIT_S = 4.0  # at the exit of the interpreter, for calls of daemon threads under way
 
@@ -200,11 +202,13 @@ class Recorder:
     """Notes one transition. Its thread writes, any thread reads."""
 
     def __init__(self, pause: Iterable[str], resume: Iterable[str]) -> None:
+        self._trace = trace.active
+        self._begun = None if self._trace is None else self._trace.begin()
         self._number, self._began, self._since = next(_numbers), time.time(), time.monotonic()
         self._thread = threading.current_thread().name
         self._pause, self._resume = tuple(pause), tuple(resume)
-        self.core_stages: Callable[[], list[tuple[str, float]] | None] = lambda: None
-        """Returns the stages of the core so far, with their seconds. None: the transition was dropped."""
+        self.core: Callable[[], Any] = lambda: None
+        """Returns the transition of the core. None: it was dropped."""
         self._own: list[tuple[str, float, str | None]] = []  # name, begin, guest
         self._ended: TransitionRecord | None = None
         _recorders.append(self)
@@ -217,15 +221,19 @@ class Recorder:
         if self._ended is None:
             text = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
             self._ended = self._record(outcome, text, **nbytes)
+            if self._trace is not None and self._begun is not None:
+                core = self.core()
+                self._trace.transition(self._begun, self._since, self._ended, () if core is None else core.events)
 
     def record(self) -> TransitionRecord:
-        if self._ended is None and self.core_stages() is None:
+        if self._ended is None and self.core() is None:
             self.end("aborted")
         running = self._record("running", None)
         return self._ended or running  # it may have ended meanwhile
 
     def _record(self, outcome: str, error: str | None, **nbytes: int) -> TransitionRecord:
-        begins = [*((name, began, None) for name, began in self.core_stages() or ()), *self._own]
+        core = self.core()
+        begins = [*((name, began, None) for name, began in (() if core is None else core.stages)), *self._own]
         begins.sort(key=lambda each: each[1])
         seconds = time.monotonic() - self._since
         ends = [*(began for _, began, _ in begins[1:]), seconds]

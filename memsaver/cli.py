@@ -22,6 +22,8 @@ from memsaver.config import parse_drop_in, parse_seconds, parse_size, settings
 from memsaver.drop_in import startup
 from memsaver.errors import BrokerError, ConfigError, Error, gib
 from memsaver.policies import BACKUPS
+from memsaver.trace.files import Events, merge, read
+from memsaver.trace.picture import draw, samples
 
 _OLD_S = 1.0  # of a report
 _WIDEST_NAME = 40  # characters of a process in the table of `top`
@@ -114,6 +116,18 @@ def _parser() -> argparse.ArgumentParser:
     install.add_argument("names", nargs="+", metavar="NAME", help="vllm or tms")
     actions.add_parser("remove", help="remove this file")
     actions.add_parser("path", help="print a folder for PYTHONPATH, with MEMSAVER_DROP_IN, in place of the file")
+
+    trace = commands.add_parser("trace", help="merge the traces of processes, or draw the memory in them")
+    actions = trace.add_subparsers(required=True, metavar="ACTION")
+    for name, run_action, text in (
+        ("merge", _merge, "write one trace, for ui.perfetto.dev and chrome://tracing"),
+        ("plot", _plot, "draw the memory of a device by owner over time, as SVG"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.add_argument("files", nargs="+", metavar="FILE", help="a trace: see MEMSAVER_TRACE")
+        action.add_argument("-o", "--output", required=True, metavar="FILE", help="the file to write")
+        action.set_defaults(run=run_action)
+    action.add_argument("--device", metavar="UUID", help="of the device (default: the only one of the traces)")
 
     config = commands.add_parser("config", help="show each option, its value, and the source of the value")
     config.add_argument("--json", action="store_true", help="print them as JSON")
@@ -271,6 +285,23 @@ def _trim(options: argparse.Namespace) -> int:
         device = caller.status(path)["device"]
         print(f"{device} ({path.stem}): {gib(caller.release_idle(path, options.keep))} given back")
     return 0
+
+
+def _merge(options: argparse.Namespace) -> int:
+    _say_torn(merge(options.files, options.output))
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    found = read(options.files)
+    _say_torn(found)
+    draw(samples(found.events, options.device), Path(options.output))
+    return 0
+
+
+def _say_torn(found: Events) -> None:
+    if found.torn:
+        print(f"memsaver: lines left out, which the end of a process has cut: {found.torn}", file=sys.stderr)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from memsaver import _adapter, _core, _moves
+from memsaver import _adapter, _core, _moves, regions, trace
 from memsaver.broker import pool_client
 from memsaver.errors import ConfigError, Error, gib
 from memsaver.policies import seconds
@@ -126,6 +126,15 @@ def _report_dir(value: Any, option: str) -> str:
     return path
 
 
+def _trace(value: Any, option: str) -> str | None:
+    if value is None:
+        return None
+    path = _path(value)
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else os.path.dirname(path), os.W_OK):
+        raise _wrong(option, value, "the path of a file that can be written, in a directory that exists")
+    return path
+
+
 def _stale(value: Any, option: str) -> str:
     if value not in STALE:
         raise _wrong(option, value, f"one of {', '.join(map(repr, STALE))}")
@@ -206,6 +215,7 @@ OPTIONS: Final = {
             "report_dir", None, _report_dir, lambda path: None,  # read by options()
             "memsaver-reports-<uid> in the temporary directory",
         ),
+        Option("trace", None, _trace, lambda path: trace.write_to(path, regions.memory)),
         Option("patches", [], _patches, _adapter.patch),
         Option("pool_dir", None, _text, None, "/tmp/memsaver-<uid>"),
         Option("job", None, _job, None),

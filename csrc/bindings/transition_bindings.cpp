@@ -45,6 +45,11 @@ nb::dict run(OwnedTransition& transition, const nb::object& arrived) {
 
 }  // namespace
 
+template <>
+inline constexpr auto fields<Stages::Event> = [](const Stages::Event& each) {
+  return std::make_tuple(each.device, each.kind, each.began, each.ended, each.bytes, each.holders);
+};
+
 void bind_transitions(nb::module_& module) {
   nb::class_<OwnedTransition>(module, "Transition")
       .def(
@@ -61,6 +66,7 @@ void bind_transitions(nb::module_& module) {
       .def("begin", &OwnedTransition::begin, unlocked)
       .def("abort", &OwnedTransition::abort, unlocked)
       .def_prop_ro("stages", &OwnedTransition::stages)
+      .def_prop_ro("events", &OwnedTransition::events)  // [(device, kind, began, ended, bytes, [(pid, bytes)])]
       .def_prop_ro("pausing", &OwnedTransition::pausing, nb::rv_policy::reference)
       .def_prop_ro("resuming", &OwnedTransition::resuming, nb::rv_policy::reference)
       .def_prop_ro("continued", &OwnedTransition::continued, nb::rv_policy::reference)

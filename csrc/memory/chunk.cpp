@@ -66,6 +66,8 @@ class RetainedPool::Request final : public ChunkRequest {
     }
   }
 
+  std::optional<MemoryWait> waited() const override { return waited_; }
+
  private:
   // Waits for the whole need first. Two processes that collect chunks one by one could each hold a half and block each
   // other.
@@ -74,8 +76,10 @@ class RetainedPool::Request final : public ChunkRequest {
     const std::size_t offered = pool_.offered_;
     while (now() < deadline_ && !waiting_is_over && pool_.offered_ <= offered &&
            pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
+      if (!waited_) waited_ = MemoryWait{missing_, now(), now()};
       WaitsEndWith::look();
       sleep_for(std::min(poll, deadline_ - now()));
+      waited_->ended = now();
       poll = std::min<Clock::duration>(poll * 2, kLongestPoll);
     }
     missing_ = 0;  // once
@@ -84,6 +88,7 @@ class RetainedPool::Request final : public ChunkRequest {
   RetainedPool& pool_;
   std::size_t missing_;
   const Deadline deadline_;
+  std::optional<MemoryWait> waited_;
 };
 
 std::unique_ptr<ChunkRequest> RetainedPool::ask(const Needs& needs, Deadline deadline, Deadline) {

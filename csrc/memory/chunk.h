@@ -81,6 +81,13 @@ struct Need {
 using Needs = std::vector<Need>;
 std::size_t bytes_of(const Needs& needs);
 
+// The wait of a demand for memory that others hold, from its first shortage to the last chunk.
+struct MemoryWait {
+  std::size_t bytes;  // that it lacked at the beginning
+  Deadline began, ended;
+  std::vector<std::pair<int, std::size_t>> holders = {};  // pids and their bytes, as far as the source knows them
+};
+
 // The wait for a chunk: for the source's answer alone; while other processes return memory that they cache; or for
 // memory that others hold. The last two end at the deadline of the demand.
 enum class WaitFor { none, caches, memory };
@@ -95,6 +102,7 @@ class ChunkRequest {
   // if there is none. Called without a lock.
   virtual Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) = 0;
   virtual std::uint64_t number() const { return 0; }  // by which a broker knows it; 0: by none
+  virtual std::optional<MemoryWait> waited() const { return std::nullopt; }
 };
 
 // Removes and returns the largest of these pieces up to `limit`, the first one of equal ones.

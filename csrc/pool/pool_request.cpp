@@ -133,13 +133,21 @@ std::size_t PoolRequest::waiting_locked() const {
   return bytes;
 }
 
+std::optional<MemoryWait> PoolRequest::waited() const {
+  std::lock_guard lock(pool_.mutex_);
+  return waited_;
+}
+
 // Waits for a change. Returns false if none was notified within kBetweenLooks.
 bool PoolRequest::wait_locked(std::unique_lock<std::mutex>& lock) {
-  if (!is_long_ && waiting_locked() > 0 && Clock::now() >= began_ + kLongWait) {
+  const std::size_t lacks = waiting_locked();
+  if (!waited_ && lacks > 0) waited_ = MemoryWait{lacks, Clock::now(), Clock::now()};
+  if (!is_long_ && lacks > 0 && Clock::now() >= began_ + kLongWait) {
     is_long_ = true;
     queries().note("wait", pool_.driver_.name);
   }
   const bool notified = pool_.changed_.wait_for(lock, kBetweenLooks) == std::cv_status::no_timeout;
+  if (waited_) waited_->ended = Clock::now();
   if (!stalled_locked() && !complete_locked() && !refused_ && !disconnected_ &&
       (Clock::now() > answered_ + kAnswerTimeout || pool_.silent_))
     pool_.throw_unanswered_locked();

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "memory/chunk.h"
@@ -33,6 +35,7 @@ class PoolRequest final : public ChunkRequest {
   ~PoolRequest() override;
   Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) override;
   std::uint64_t number() const override { return number_; }
+  std::optional<MemoryWait> waited() const override;
 
   // Called by the pool's thread.
   void granted_locked(Grant grant);
@@ -43,9 +46,10 @@ class PoolRequest final : public ChunkRequest {
   void refused_locked() { refused_ = true; }
   void disconnected_locked();
   // The broker has named the holders. `more`: some of them will return memory by themselves.
-  void holders_locked(bool more) {
+  void holders_locked(bool more, std::vector<std::pair<int, std::size_t>> holders) {
     is_hopeless_ = !more;
     heard_ = Clock::now();
+    if (waited_ && waited_->holders.empty()) waited_->holders = std::move(holders);
   }
   // For reports: bytes that are still to be granted, 0 if the request does not wait, and the seconds since its begin.
   std::size_t waiting_locked() const;
@@ -76,6 +80,7 @@ class PoolRequest final : public ChunkRequest {
   bool offers_ = false;           // clients offered chunks at the last stall
   Clock::time_point heard_ = {};  // the last grant, stall or report of the holders
   bool is_long_ = false;          // and a thread of Python was told
+  std::optional<MemoryWait> waited_;
   std::vector<Grant> grants_;
   bool nothing_since_exchange_ = false;  // no chunk was granted since the last `exchange`
   bool refused_ = false, disconnected_ = false;

@@ -223,8 +223,8 @@ void SharedPool::handle(Message message) {
 void SharedPool::handle_holders_locked(const Message& message) {
   const auto found = requests_.find(message.words.at(0));
   if (found == requests_.end()) return;  // closed meanwhile
-  found->second->holders_locked(message.words.at(1) != 0);
   holders_.clear();
+  std::vector<std::pair<int, std::size_t>> others;
   std::size_t line = 0;
   for (std::size_t at = 2; at + 2 < message.words.size(); at += 3) {
     const std::size_t end = std::min(message.text.find('\n', line), message.text.size());
@@ -233,7 +233,9 @@ void SharedPool::handle_holders_locked(const Message& message) {
                         unused == wire::kUnknown ? std::nullopt : std::optional<std::size_t>(unused),
                         message.text.substr(line, end - line)});
     line = std::min(end + 1, message.text.size());
+    if (holders_.back().pid != ::getpid()) others.emplace_back(holders_.back().pid, holders_.back().bytes);
   }
+  found->second->holders_locked(message.words.at(1) != 0, std::move(others));
 }
 
 void SharedPool::handle_refusal_locked(Message message) {

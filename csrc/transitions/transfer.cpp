@@ -17,6 +17,7 @@ namespace {
 
 constexpr auto kRetry = std::chrono::milliseconds(2);
 constexpr auto kSlice = std::chrono::milliseconds(100);  // of a wait, until offered chunks are tried again
+constexpr double kRepeated = 0.1;                        // seconds between two waits of one demand
 constexpr Range kEverywhere{0, std::numeric_limits<std::size_t>::max()};
 constexpr unsigned char kPoison = 0xff;  // NaN in the usual floating-point types
 
@@ -29,6 +30,20 @@ std::shared_ptr<Backup> new_backup(Device& device, const std::string& directory,
 }
 
 }  // namespace
+
+// A demand that is repeated waits on: its waits are one event.
+void Stages::add(const Device& device, const char* kind, const MemoryWait& span) {
+  const auto seconds = [this](Deadline at) { return std::chrono::duration<double>(at - since_).count(); };
+  std::lock_guard lock(mutex_);
+  Event event{device.driver->name, kind, seconds(span.began), seconds(span.ended), span.bytes, span.holders};
+  for (Event& each : events_) {
+    if (each.kind != event.kind || each.device != event.device || each.ended + kRepeated < event.began) continue;
+    each.ended = event.ended;
+    if (each.holders.empty()) each.holders = std::move(event.holders);
+    return;
+  }
+  if (events_.size() < kMost) events_.push_back(std::move(event));
+}
 
 // The sizes of the outgoing chunks that serve incoming regions, before they are unmapped.
 struct Transfer::Inventory : std::multiset<std::size_t> {
@@ -211,6 +226,7 @@ void Transfer::reserve_and_start(bool chunks) {
     leaving.saved_before = leaving.backup->saved.bytes();
     leaving.saver = leaving.backup->saver(*device_.driver, spans_of(leaving.batches));
     const Deadline late = std::max(bounds_.whole, now() + kOneLook);
+    if (!copies_out_at_) copies_out_at_ = now();
     leaving.saver->start();  // may wait until host memory is made
     if (now() >= late)
       throw WaitTimeoutError(
@@ -242,7 +258,13 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
     const Deadline until = gives || (offers && looks) ? now() : offers ? std::min(deadline, now() + kSlice) : deadline;
     try {
       const auto request = device_.source().ask(needs(snug), until, bounds_.whole);
-      attempt(*request, snug);
+      try {
+        attempt(*request, snug);
+      } catch (...) {
+        stages_.waited(device_, request->waited());
+        throw;
+      }
+      stages_.waited(device_, request->waited());
       return;
     } catch (const ChunkNeverAvailable&) {
       never = true;
@@ -369,6 +391,7 @@ void Transfer::run() noexcept {
   }
   stages_.enter("move");
   for (Leaving& leaving : leaving_) let_go(leaving);
+  if (copies_out_at_) stages_.copied(device_, Direction::out, *copies_out_at_, moved_.copied_bytes);
   if (refused_ && !drain_copies(*device_.driver)) core().mark_lost(device_);
   try {
     if (!failed_) finish_coming();
@@ -445,7 +468,7 @@ void Transfer::use_kept(Coming& coming) {
   for (const Slot& slot : coming.kept) {
     if (coming.fills && region.backup() == nullptr) fill(coming, slot);
     fills_ |= coming.fills || region.clean({slot}, coming.wanted);
-    if (coming.loader != nullptr) coming.loader->add(slot);
+    load(coming, slot);
   }
 }
 
@@ -486,19 +509,27 @@ void Transfer::write_into(Coming& coming, const std::vector<Slot>& neighbours) {
   const Range range = range_of(neighbours);
   if (coming.fills) fill(coming, range);
   fills_ |= coming.fills || region.clean(neighbours, coming.wanted);
-  if (coming.loader != nullptr) coming.loader->add(range);
+  load(coming, range);
+}
+
+void Transfer::load(Coming& coming, Range range) {
+  if (coming.loader == nullptr) return;
+  if (!copies_in_at_) copies_in_at_ = now();
+  coming.loader->add(range);
 }
 
 void Transfer::finish_coming() {
   for (Coming& coming : coming_)
     if (coming.to_come > 0)
       throw DriverError("unmap", 0, "a chunk promised to region '" + coming.region->tag + "' could not be unmapped");
+  const std::size_t copied_out = moved_.copied_bytes;
   for (Coming& coming : coming_) {
     if (coming.loader == nullptr) continue;
     coming.loader->finish();
     coming.loader.reset();
     moved_.copied_bytes += bytes_of(coming.wanted);
   }
+  if (copies_in_at_) stages_.copied(device_, Direction::in, *copies_in_at_, moved_.copied_bytes - copied_out);
   if (fills_) device_.driver->wait(device_.driver->mark(Direction::in));
   for (Coming& coming : coming_) coming.region->declare_clean(coming.region->slots());
 }
@@ -534,6 +565,7 @@ void Transfer::undo() noexcept {
   if (!under_way_) return;
   for (Leaving& leaving : leaving_) leaving.saver.reset();
   for (Coming& coming : coming_) coming.loader.reset();
+  copies_in_at_.reset();
   if (!drain_copies(*device_.driver)) core().mark_lost(device_);
   for (Coming& coming : coming_) {
     coming.mapping.undo();

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -36,7 +37,7 @@ struct Pause {
   bool lazy = false;  // offer the chunks, see Region::may_evict(), and copy nothing
 };
 
-// The stages of a transition, with the times of their begins. Any thread may call both methods. The parts of a
+// The stages of a transition, with the times of their begins. Any thread may call its methods. The parts of a
 // transition on several devices run side by side: the stage is the one that one of them entered last.
 class Stages {
  public:
@@ -53,11 +54,32 @@ class Stages {
     return begun_;
   }
 
+  // What happened on a device beside the stages, in seconds from the construction.
+  struct Event {
+    std::string device, kind;  // "copies out", "copies in", or "waits"
+    double began, ended;
+    std::size_t bytes;
+    std::vector<std::pair<int, std::size_t>> holders;  // of a wait: pids and their bytes
+  };
+  void copied(const Device& device, Direction direction, Deadline began, std::size_t bytes) {
+    if (bytes > 0) add(device, direction == Direction::out ? "copies out" : "copies in", {bytes, began, now()});
+  }
+  void waited(const Device& device, const std::optional<MemoryWait>& wait) {
+    if (wait) add(device, "waits", *wait);
+  }
+  std::vector<Event> events() const {
+    std::lock_guard lock(mutex_);
+    return events_;
+  }
+
  private:
   static constexpr std::size_t kMost = 32;  // devices may alternate between two stages
+  void add(const Device& device, const char* kind, const MemoryWait& span);
+
   const Deadline since_ = now();
   mutable std::mutex mutex_;  // a leaf: no other lock is taken while it is held
   std::vector<Begun> begun_;
+  std::vector<Event> events_;
 };
 
 class Transfer {
@@ -158,6 +180,7 @@ class Transfer {
   void put(Coming& coming, Slot slot, Chunk chunk);
   void give_access(Coming& coming);
   void write_into(Coming& coming, const std::vector<Slot>& neighbours);
+  void load(Coming& coming, Range range);
   void hand_on(Chunk chunk);
   void finish_coming();
 
@@ -172,6 +195,7 @@ class Transfer {
   std::vector<std::shared_ptr<Backup>> dropped_;  // destroyed without the lock
   bool fills_ = false;                            // fills are queued
   bool under_way_ = false;                        // copies may be queued, and keep() was not called
+  std::optional<Deadline> copies_out_at_, copies_in_at_;
   Moved moved_;
 };
 

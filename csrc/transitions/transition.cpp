@@ -101,10 +101,16 @@ void Transition::throw_late(const char* stage, const std::string& why) const {
   throw WaitTimeoutError("the call's timeout has passed while " + why, stage, waited.count());
 }
 
-void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock) const {
+void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock) {
   const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.readers_s));
   for (const Region* region : pausing_) {
-    if (wait(lock, deadline, [&] { return region->leases().empty(); })) continue;
+    if (region->leases().empty()) continue;
+    MemoryWait waited{region->mapped_bytes(), now(), {}};
+    for (const auto& [lease, pid] : region->leases()) waited.holders.emplace_back(pid, waited.bytes);
+    const bool ended = wait(lock, deadline, [&] { return region->leases().empty(); });
+    waited.ended = now();
+    stages_.waited(region->device, waited);
+    if (ended) continue;
     std::vector<int> pids;
     for (const auto& [lease, pid] : region->leases()) pids.push_back(pid);
     throw AttachedError("region '" + region->tag + "' cannot be paused: other processes are attached to it",

@@ -49,13 +49,14 @@ class Transition {
   // The stages so far. The waits are "queue", "readers", "launches", "device", "memory" and "backup". In "move" chunks
   // and contents move. Any thread may call this.
   std::vector<Stages::Begun> stages() const { return stages_.begun(); }
+  std::vector<Stages::Event> events() const { return stages_.events(); }
   void abort();  // leaves the queues, and undoes all steps that run() has not committed
 
  private:
   // False: the deadline has passed.
   template <typename Ready>
   bool wait(std::unique_lock<std::mutex>& lock, Deadline deadline, Ready ready) const;
-  void wait_for_attached(std::unique_lock<std::mutex>& lock) const;
+  void wait_for_attached(std::unique_lock<std::mutex>& lock);
   [[noreturn]] void throw_late(const char* stage, const std::string& why) const;
   void mark();
   void finish();  // settles the marked regions, leaves the queues, and handles frees that were made meanwhile

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from memsaver import trace
 from memsaver.broker import discovery, procfs, protocol
 from memsaver.errors import BrokerError, ConfigError, checked
 
@@ -118,6 +119,9 @@ def _tail(log: Path, began: int) -> str:
 def _spawn(uuid: str, device: str, capacity: int | None, linger_s: float | None, log: Path) -> int:
     environment = {**os.environ, "MEMSAVER_POOL_DIR": str(discovery.root())}
     environment.pop("MEMSAVER_POOL", None)  # a broker is not a client
+    environment.pop("MEMSAVER_TRACE", None)
+    if trace.active is not None:
+        environment["MEMSAVER_TRACE"] = trace.active.path
     # The same modules as here, independent of the working directory.
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(map(os.path.abspath, sys.path)))
     if device == "cpu":

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from memsaver import trace
 from memsaver.broker.clients import Client, Clients
 from memsaver.broker.discovery import Listener
 from memsaver.broker.lending import Lending
@@ -23,6 +24,7 @@ from memsaver.broker.protocol import MalformedError, Message, RefusedError
 from memsaver.broker.reclaim import Reclaim
 from memsaver.broker.server import Connection, Server
 from memsaver.broker.status import StatusReporter
+from memsaver.broker.timeline import Timeline
 from memsaver.errors import gib
 
 log = logging.getLogger("memsaver")
@@ -51,6 +53,7 @@ class BrokerLoop:
         self._status = status = StatusReporter(
             self._pool, self._clients, self._server.monitor, device, name, self._uuid, self._reclaim
         )
+        self._timeline = Timeline(self._pool, self._clients, device, f"{name} {self._uuid}")
         self._of_anybody: dict[str, Callable[[Client, Message], None]] = {
             "usage": status.usage, "status": status.status, "trim": lending.trim,
         }  # fmt: skip
@@ -90,6 +93,8 @@ class BrokerLoop:
         """One step of each part after the messages of a turn. Returns the seconds until the next one."""
         is_due, is_due_soon = self._lending.serve()
         now = time.monotonic()
+        if trace.active is not None:
+            self._timeline.step(trace.active, now)
         self._reclaim.step(now)
         self._status.answer(now)
         waits = [0.0] if is_due else [RETRY_S] if is_due_soon else []

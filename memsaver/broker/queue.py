@@ -6,7 +6,7 @@ import bisect
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from memsaver.broker.clients import CLASS_NAMES, CLASSES, PAGE, Client
@@ -40,6 +40,7 @@ class Demand:
     messages: int = 0  # received for this demand
     stall_reported: int = 0  # value of `messages` at the last `stalled` sent
     granted: int = 0  # bytes granted, and still held by the client
+    needed: int = 0  # bytes of the demand when it was opened
 
     @property
     def remaining(self) -> int:
@@ -59,6 +60,7 @@ class DemandQueue:
 
     def __init__(self, capacity: int) -> None:
         self.waiting: list[Demand] = []  # open demands with remaining bytes, first in first out
+        self.on_close: Callable[[Demand], object] = lambda demand: None
         self._capacity = capacity
         self._open: dict[tuple[int, int], Demand] = {}  # by client id and request, until closed
         self._opened = itertools.count()
@@ -81,7 +83,7 @@ class DemandQueue:
                 f"{gib(self._capacity)} ({self._capacity} bytes)"
             )
         now = time.monotonic()
-        demand = Demand(client, request, next(self._opened), now, now, deque(parts), messages=1)
+        demand = Demand(client, request, next(self._opened), now, now, deque(parts), messages=1, needed=needed)
         self._open[client.id, request] = demand
         self.waiting.append(demand)
 
@@ -124,6 +126,7 @@ class DemandQueue:
         if demand.parts:
             self.waiting.remove(demand)
         del self._open[demand.client.id, demand.request]
+        self.on_close(demand)
         self._completed = [each for each in self._completed if each is not demand]  # the client may be disconnected
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from memsaver import _guests, policies, regions
+from memsaver import _guests, policies, regions, trace
 from memsaver._adapter import loaded
 from memsaver._moves import active
 from memsaver.errors import Error
@@ -172,9 +172,13 @@ def _entered_phase(name: str, bounds: Bounds, backup: Backup, lazy: Lazy, restor
         late_tags.expect(name, future, coming_late)
     if entered.on_enter is not None:
         entered.on_enter()
+    if (writer := trace.active) is not None:
+        writer.event("B", "phase", name, track="phases")
     try:
         yield moved
     finally:
+        if writer is not None:
+            writer.event("E", "phase", name, track="phases")
         if entered.on_exit is not None:
             entered.on_exit()
 

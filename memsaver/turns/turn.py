@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from memsaver import trace
 from memsaver.errors import BackupError, Error, RegionPausedError
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
 from memsaver.turns.plan import Plan, TurnOptions
 from memsaver.turns.ranks import Answers, Call, Calls, Crew, Rank
 
+_groups = itertools.count(1)
 _UNDO_S = 10.0  # bound of the calls that take preparations back
 Failure = tuple[Rank, Exception, str]  # and the verb of its call
 
@@ -268,17 +271,26 @@ class Turns:
         self.unwritten: dict[Rank, set[str]] = {}  # tags that resumed to be overwritten in a phase that failed
         self._writers: dict[tuple[Rank, str], int] = {}  # by tag, the last turn that was to overwrite its contents
         self._number = 0  # of the last turn
+        self._track = f"group {next(_groups)}"  # in the trace
         self.entered: str | None = None
         """The phase of all ranks. None before the first phase, and after a turn that failed."""
 
     def enter(self, phase: str, options: TurnOptions) -> Turn:
         """Runs a turn."""
+        began = time.monotonic()
+        if (writer := trace.active) is not None and self.entered is not None:
+            writer.event("E", "phase", self.entered, began, track=self._track)
         self.entered = None
         self._number += 1
-        unwritten, died = self.crew.begin(self._number, phase, options, self.unwritten)
-        # The contents of a rank that died are lost, and a restart writes new ones.
-        self.unwritten = {rank: set(tags) for rank, tags in unwritten.items() if rank not in died}
-        turn = RunningTurn(self, phase, options).run()
+        try:
+            unwritten, died = self.crew.begin(self._number, phase, options, self.unwritten)
+            # The contents of a rank that died are lost, and a restart writes new ones.
+            self.unwritten = {rank: set(tags) for rank, tags in unwritten.items() if rank not in died}
+            turn = RunningTurn(self, phase, options).run()
+        except BaseException as error:
+            self._trace(phase, began, repr(error))
+            raise
+        self._trace(phase, began)
         writers = dict(self._writers)
         after = {rank: set(tags) for rank, tags in self.unwritten.items()}
         for rank in self.crew.ranks:
@@ -293,6 +305,14 @@ class Turns:
         # At once: after an interrupt before it, the contents that the phase was to write count as not written.
         self._writers, self.unwritten, self.entered = writers, after, phase
         return guarded
+
+    def _trace(self, phase: str, began: float, error: str | None = None) -> None:
+        if (writer := trace.active) is not None:
+            until = time.monotonic()
+            args = {"error": error}
+            writer.event("X", "turn", f"turn to {phase}", began, args, track=self._track, until=until)
+            if error is None:
+                writer.event("B", "phase", phase, until, track=self._track)
 
     def _mark_unwritten(self, number: int) -> None:
         """The body of a turn has failed before a later phase used the contents that it was to write."""

@@ -1,0 +1,532 @@
+"""The trace: events of several processes on one clock, their merge, and the picture of memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import memsaver
+from memsaver import _core, trace
+from memsaver.trace.files import read
+from memsaver.trace.picture import MOVING, samples
+from memsaver.trace.writer import IDLE
+from memsaver.transitions import prepare_pause
+from tests.pool_support import Running, Worker
+from tests.support import MIB, Block, Fill, environment, fresh_device, run_clean, until
+
+Make = Callable[..., memsaver.Region]
+Event = dict[str, Any]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    """The trace of this process."""
+    path = tmp_path / "run.json"
+    memsaver.configure(trace=path)
+    yield path
+    memsaver.configure(trace=None)
+
+
+def of(path: Path | str) -> list[Event]:
+    if trace.active is not None:
+        trace.active.flush()
+    return read([str(path)]).events
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "memsaver", "trace", *map(str, arguments)],
+        env=environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
+def named(events: list[Event], name: str, **fields: Any) -> list[Event]:
+    return [each for each in events if each["name"] == name and fields.items() <= each.items()]
+
+
+def only(events: list[Event], name: str, **fields: Any) -> Event:
+    [found] = named(events, name, **fields)
+    return found
+
+
+def end(event: Event) -> int:
+    return int(event["ts"] + event["dur"])
+
+
+def check_format(events: list[Event]) -> None:
+    """The rules of the Trace Event format: keys and types, tracks with names, spans of a track that nest."""
+    tracks: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    marks: dict[tuple[int, int], list[str]] = defaultdict(list)
+    pairs: dict[tuple[int, str, str], list[str]] = defaultdict(list)
+    names: dict[str, set[tuple[int, int]]] = {"process_name": set(), "thread_name": set()}
+    last = 0
+    for each in events:
+        assert isinstance(each["name"], str) and type(each["pid"]) is int and type(each["args"]) is dict, each
+        key = (each["pid"], each["tid"])
+        if each["ph"] == "M":
+            assert isinstance(each["args"]["name"], str)
+            names[each["name"]].add(key)
+            continue
+        assert isinstance(each["cat"], str) and type(each["ts"]) is int and each["ts"] >= last, each
+        last = each["ts"]
+        if each["ph"] == "X":
+            assert type(each["dur"]) is int and each["dur"] >= 0, each
+            tracks[key].append(each)
+        elif each["ph"] == "C":
+            assert all(type(value) is int and value >= 0 for value in each["args"].values()) and each["args"], each
+        elif each["ph"] in "BE":
+            tracks.setdefault(key, [])
+            marks[key].append(each["name"])
+            if each["ph"] == "E":
+                assert marks[key].pop() == marks[key].pop()
+        else:
+            pairs[each["pid"], each["cat"], each["id2"]["local"]].append(each["ph"])
+    assert {key[0] for key in tracks} <= {pid for pid, _ in names["process_name"]}
+    assert tracks.keys() <= names["thread_name"]
+    assert len({tid for _, tid in tracks}) == len(tracks)  # Perfetto finds the thread of a name by its tid alone
+    assert all(found == ["b", "e"] for found in pairs.values())
+    for spans in tracks.values():
+        open_until: list[int] = []
+        for each in spans:
+            while open_until and open_until[-1] <= each["ts"]:
+                open_until.pop()
+            assert not open_until or end(each) <= open_until[-1], each
+            open_until.append(end(each))
+
+
+def stages(events: list[Event], of_: Event) -> list[str]:
+    """The stages within a transition."""
+    return [
+        each["name"] for each in events
+        if each.get("cat") == "stage" and (each["pid"], each["tid"]) == (of_["pid"], of_["tid"])
+        and of_["ts"] <= each["ts"] and end(each) <= end(of_)
+    ]  # fmt: skip
+
+
+class Turned:
+    """Two processes that took turns on a pool of 128 MiB, until one was killed, and their traces."""
+
+    def __init__(self, folder: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("MEMSAVER_TRACE", str(folder / "broker.json"))
+            broker = Running("128MiB")
+        path = str(folder / "run.%p.json")
+        with broker, Worker(broker, MEMSAVER_TRACE=path) as engine, Worker(broker, MEMSAVER_TRACE=path) as trainer:
+            self.engine, self.trainer, self.broker, self.uuid = engine.pid, trainer.pid, broker.process.pid, broker.uuid
+            engine.run("held = hold('kv', 96 * MIB, 'host')")
+            engine.run("held.region.pause()")
+            trainer.run("held = hold('params', 64 * MIB, 'host')")
+            trainer.run("held.region.pause()")
+            engine.run("held.region.resume()")
+            trainer.send("held.region.resume(memory_timeout=60)")
+            self.lacking = until_told(broker, trainer.pid, engine.pid)
+            engine.run("held.check(); held.region.pause()")
+            trainer.answer()
+            trainer.run("held.check()")
+            engine.send("held.region.resume(memory_timeout=60)")
+            until_told(broker, engine.pid, trainer.pid)
+            until(lambda: named(of(folder / f"run.{trainer.pid}.json"), "resume params"))
+            trainer.kill()
+            engine.answer()
+            engine.run("held.check()")
+            self.freed_at = time.monotonic()
+            until(lambda: len(named(of(folder / f"run.{engine.pid}.json"), "resume kv")) == 2)
+        self.files = sorted(folder.glob("*.json"))
+
+
+def until_told(broker: Running, waiting: int, holder: int) -> int:
+    """Until a client waits, and was told who holds the memory. Returns the bytes that it lacks."""
+    until(lambda: broker.row(waiting)["waiting"] and broker.row(holder)["unused_bytes"] is not None)
+    [demand] = broker.row(waiting)["waiting"]
+    return int(demand["needed_bytes"] - demand["granted_bytes"])
+
+
+@pytest.fixture(scope="module")
+def turned(tmp_path_factory: pytest.TempPathFactory) -> Turned:
+    return Turned(tmp_path_factory.mktemp("turned"))
+
+
+def test_each_process_has_a_file_and_the_merge_is_one_trace_of_the_format(turned: Turned, tmp_path: Path) -> None:
+    assert [path.name for path in turned.files] == sorted(
+        ["broker.json", f"run.{turned.engine}.json", f"run.{turned.trainer}.json"]
+    )
+    done = command("merge", *turned.files, "-o", tmp_path / "all.json")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    events: list[Event] = json.loads((tmp_path / "all.json").read_text())
+    check_format(events)
+    assert {each["pid"] for each in events} == {turned.broker, turned.engine, turned.trainer}
+    parts = [each for path in turned.files for each in of(path)]
+    assert sorted(map(json.dumps, events)) == sorted(map(json.dumps, parts))
+    for path in turned.files:
+        check_format(of(path))
+    again = read([str(tmp_path / "all.json")])
+    assert (again.events, again.torn) == (events, 0)
+
+
+def test_a_wait_has_its_bytes_and_the_process_that_holds_them(turned: Turned) -> None:
+    events = read(map(str, turned.files)).events
+    wait = next(each for each in events if each["pid"] == turned.trainer and each.get("cat") == "waits")
+    assert wait["args"]["bytes"] == turned.lacking == 32 * MIB
+    [holder] = wait["args"]["holders"]
+    assert (holder["pid"], holder["bytes"]) == (turned.engine, 96 * MIB)
+    assert wait["name"] == f"waits for {holder['name']}"
+    resume = only(events, "resume params", pid=turned.trainer)
+    assert resume["ts"] <= wait["ts"] and end(wait) <= end(resume)
+    first, second = named(events, "pause kv", pid=turned.engine)
+    assert end(first) < wait["ts"] < second["ts"] < end(wait)  # one clock
+    demand = [
+        each for each in events
+        if each["ph"] == "b" and each["args"]["pid"] == turned.trainer and each["args"]["waited_s"] > 0
+    ]  # fmt: skip
+    assert demand[0]["pid"] == turned.broker and demand[0]["name"].endswith(f" ({turned.trainer})")
+    assert demand[0]["args"]["granted_bytes"] == demand[0]["args"]["bytes"] == 64 * MIB
+    assert demand[0]["args"]["holders"] == [holder]
+    begin, ended = [each for each in events if each.get("id2") == demand[0]["id2"] and each["cat"] == "demand"]
+    assert begin["ts"] <= wait["ts"] and second["ts"] < ended["ts"] <= end(resume)
+
+
+def test_transitions_have_their_stages_and_copies_with_bytes(turned: Turned) -> None:
+    events = read(map(str, turned.files)).events
+    pause, resume = named(events, "pause kv")[0], only(events, "resume params")
+    assert stages(events, pause) == ["queue", "readers", "launches", "device", "backup", "move"]
+    assert stages(events, resume) == ["queue", "readers", "launches", "memory", "move"]
+    assert (pause["args"]["outcome"], pause["args"]["released_bytes"]) == ("done", 96 * MIB)
+    inner = [each for each in events if each.get("cat") == "stage" and each["pid"] == turned.trainer][-5:]
+    assert [each["ts"] for each in inner[1:]] == [end(each) for each in inner[:-1]]
+    out = named(events, "copies out", pid=turned.engine)
+    back = named(events, "copies in")
+    assert [each["args"]["bytes"] for each in out] == [96 * MIB, 96 * MIB]
+    assert [(each["pid"], each["args"]["bytes"]) for each in back] == [
+        (turned.engine, 96 * MIB), (turned.trainer, 64 * MIB), (turned.engine, 96 * MIB)
+    ]  # fmt: skip
+    assert pause["ts"] <= out[0]["ts"] and end(out[0]) <= end(pause)
+    assert resume["ts"] <= back[1]["ts"] and end(back[1]) <= end(resume)
+    assert out[0]["tid"] != back[0]["tid"] != pause["tid"]
+
+
+def test_memory_by_owner_is_a_counter(turned: Turned) -> None:
+    events = read(map(str, turned.files)).events
+    name = f"memory cpu {turned.uuid}"
+    assert [each["args"] for each in named(events, name, pid=turned.engine)] == [
+        {"kv": 96 * MIB}, {"kv": 0}, {"kv": 96 * MIB}, {"kv": 0}, {"kv": 96 * MIB}
+    ]  # fmt: skip
+    assert [each["args"] for each in named(events, name, pid=turned.trainer)] == [
+        {"params": 64 * MIB}, {"params": 0}, {"params": 64 * MIB}
+    ]  # fmt: skip
+    loans = named(events, f"loans cpu {turned.uuid}", pid=turned.broker)
+    own = [nbytes for each in loans for owner, nbytes in each["args"].items() if owner.endswith(f"({turned.engine})")]
+    assert {0, 96 * MIB} <= {*own} and max(own) == 96 * MIB
+    idle = named(events, f"pool cpu {turned.uuid}", pid=turned.broker)
+    assert 96 * MIB in [each["args"][IDLE] for each in idle]
+    assert all(sum(each["args"].values()) <= 128 * MIB for each in loans)
+
+
+def test_the_file_of_a_killed_process_is_read_but_for_a_torn_line(turned: Turned, tmp_path: Path) -> None:
+    path = tmp_path / "torn.json"
+    path.write_bytes((turned.files[0].parent / f"run.{turned.trainer}.json").read_bytes()[:-30])
+    found = read([str(path)])
+    assert found.torn == 1
+    assert only(found.events, "pause params")["args"]["outcome"] == "done"
+    done = command("merge", path, "-o", tmp_path / "all.json")
+    assert (done.returncode, done.stderr) == (0, "memsaver: lines left out, which the end of a process has cut: 1\n")
+    check_format(json.loads((tmp_path / "all.json").read_text()))
+
+
+def test_the_picture_has_each_owner_and_a_killed_process_holds_nothing(turned: Turned, tmp_path: Path) -> None:
+    path = tmp_path / "memory.svg"
+    done = command("plot", *turned.files, "-o", path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    root = ElementTree.fromstring(path.read_text())
+    space = "{http://www.w3.org/2000/svg}"
+    titles = [each.text or "" for each in root.iter(f"{space}title")]
+    legend = [each.text or "" for each in root.iter(f"{space}text")]
+    name = next(each["args"]["name"] for each in of(turned.files[1]) if each["name"] == "process_name")
+    kv, params = f"{name} {turned.engine}: kv", f"{name} {turned.trainer}: params"
+    assert f"{kv}: at most 96.00 MiB" in titles and f"{params}: at most 64.00 MiB" in titles
+    assert {kv, params, IDLE} <= {*legend}
+    for polygon in root.iter(f"{space}polygon"):
+        points = [tuple(map(float, point.split(","))) for point in polygon.attrib["points"].split()]
+        assert len(points) >= 4 and all(0 <= x <= 860 and 0 <= y <= 352 for x, y in points)
+    found = samples(read(map(str, turned.files)).events)
+    times = [at for at, _ in found]
+    assert times == sorted(times)
+    for at, held in found:
+        regions = sum(nbytes for owner, nbytes in held.items() if ": " in owner)
+        assert regions <= 128 * MIB
+        if at > turned.freed_at:
+            assert held[params] == 0
+    assert any(held.get(params) == 64 * MIB and held[kv] == 0 for _, held in found)
+    assert any(held.get(f"{name} {turned.trainer}: {MOVING}") for _, held in found)  # before its first transition
+
+
+def test_a_failed_an_aborted_and_a_dropped_transition_are_in_the_trace(make: Make, file: Path) -> None:
+    region = make("host")
+    block = Block(region, MIB)
+    prepare_pause(region.tag).abort()
+    prepared = prepare_pause(region.tag)
+    del prepared
+    with memsaver.capturing(), pytest.raises(memsaver.Error):
+        region.pause()
+    outcomes = [each["args"]["outcome"] for each in named(of(file), f"pause {region.tag}")]
+    assert outcomes == ["aborted", "aborted", "failed"]
+    assert named(of(file), f"pause {region.tag}")[-1]["args"]["error"].startswith("Error: a CUDA graph is being")
+    check_format(of(file))
+    block.check()
+
+
+def test_transitions_side_by_side_have_tracks_of_their_own(make: Make, file: Path) -> None:
+    first, second = make("host"), make("host")
+    blocks = [Block(first, MIB), Block(second, MIB)]
+    prepared = prepare_pause(first.tag)
+    second.pause()
+    prepared.commit()
+    second.resume()
+    events = of(file)
+    check_format(events)
+    tracks = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    found = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "transition"]
+    assert found == ["transitions", "transitions 2", "transitions"]
+    copies = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "copies"]
+    assert sorted(copies) == ["cpu copies in", "cpu copies out", "cpu copies out 2"]
+    first.resume()
+    for block in blocks:
+        block.check()
+
+
+def test_a_demand_that_is_repeated_waits_once(make: Make, file: Path) -> None:
+    region, offered = make("host"), make("host")
+    blocks = [Block(region, 2 * MIB), Block(offered, 2 * MIB)]
+    region.pause()
+    offered.pause(lazy=True)
+    with Fill() as rest, memsaver.capturing():  # no chunk can be copied out
+        resuming = memsaver.start(resume=region, memory_timeout=60)
+        until(lambda: [each.name for each in memsaver.history()[-1].stages][-1:] == ["memory"])
+        time.sleep(0.35)  # it looks for offered chunks every 0.1 s
+        rest.close()
+        resuming.result(60)
+    [wait] = [each for each in of(file) if each.get("cat") == "waits"]
+    assert wait["args"] == {"bytes": 2 * MIB}
+    offered.resume()
+    for block in blocks:
+        block.check()
+
+
+def test_a_switch_copies_in_both_directions(make: Make, file: Path) -> None:
+    leaving, coming = make("host"), make("host")
+    blocks = [Block(leaving, 4 * MIB), Block(coming, 6 * MIB)]
+    coming.pause()
+    memsaver.switch(pause=leaving, resume=coming)
+    events = of(file)
+    check_format(events)
+    switch = only(events, f"pause {leaving.tag}; resume {coming.tag}")
+    assert switch["args"]["copied_bytes"] == 10 * MIB
+    copies = [each for each in events if each.get("cat") == "copies" and each["ts"] >= switch["ts"]]
+    assert {each["name"]: each["args"]["bytes"] for each in copies} == {"copies out": 4 * MIB, "copies in": 6 * MIB}
+    leaving.resume()
+    for block in blocks:
+        block.check()
+
+
+def test_waits_for_the_driver_and_for_readers_have_their_bytes(make: Make, file: Path) -> None:
+    region = make("host")
+    block = Block(region, 2 * MIB)
+    assert _core.lend(region._core, (block.address, block.nbytes), region.residence, 7, os.getpid())
+    pausing = memsaver.start(pause=region)
+    until(lambda: [each.name for each in memsaver.history()[-1].stages][-1:] == ["readers"])
+    _core.end_lease(region._core, 7)
+    pausing.result(60)
+    with Fill() as rest:
+        resuming = memsaver.start(resume=region, memory_timeout=60)
+        until(lambda: [each.name for each in memsaver.history()[-1].stages][-1:] == ["memory"])
+        time.sleep(0.05)
+        rest.close()
+        resuming.result(60)
+    block.check()
+    events = of(file)
+    check_format(events)
+    readers, memory = [each for each in events if each.get("cat") == "waits"]
+    assert readers["args"]["bytes"] == memory["args"]["bytes"] == 2 * MIB
+    assert [each["pid"] for each in readers["args"]["holders"]] == [os.getpid()]
+    assert (memory["name"], "holders" in memory["args"]) == ("waits", False)
+    for wait, move in ((readers, f"pause {region.tag}"), (memory, f"resume {region.tag}")):
+        whole = only(events, move)
+        assert whole["ts"] <= wait["ts"] and end(wait) <= end(whole)
+    assert memory["dur"] > 0
+
+
+def test_a_long_transition_is_written_before_its_call_returns(make: Make, file: Path, slow: memsaver.Guest) -> None:
+    region = make("host")
+    memsaver.register(slow)
+    memsaver.pause([region, "slow"])
+    found = read([str(file)]).events  # without a flush
+    assert only(found, f"pause {region.tag}, slow")["args"]["outcome"] == "done"
+    assert "guests leave slow" in stages(found, only(found, f"pause {region.tag}, slow"))
+    memsaver.resume()
+
+
+@pytest.fixture
+def slow() -> Iterator[memsaver.Guest]:
+    class Slow(memsaver.Guest):
+        def leave(self) -> None:
+            time.sleep(0.02)
+
+        def come_back(self) -> None:
+            pass
+
+    guest = Slow("slow", "slow")
+    yield guest
+    memsaver.unregister(guest)
+
+
+def test_phases_begin_and_end(make: Make, file: Path) -> None:
+    rollout, train = make("host"), make("host")
+    memsaver.define_phase("rollout", rollout)
+    memsaver.define_phase("train", train)
+    for name in ("rollout", "train"):
+        with memsaver.phase(name):
+            pass
+    for name in ("rollout", "train"):
+        memsaver.define_phase(name, [])
+    events = of(file)
+    check_format(events)
+    marks = [(each["ph"], each["name"]) for each in events if each.get("cat") == "phase"]
+    assert marks == [("B", "rollout"), ("E", "rollout"), ("B", "train"), ("E", "train")]
+    moves = [each for each in events if each.get("cat") == "transition"]
+    assert end(moves[0]) <= only(events, "rollout", ph="B")["ts"]
+
+
+def test_turns_and_phases_of_a_group_are_in_the_trace(make: Make, file: Path) -> None:
+    pytest.importorskip("ray")
+    from memsaver.ray import Colocated, Group
+
+    region = make("host")
+    group = Group(engine=Colocated(), phases={"rollout": {"engine": [region.tag]}, "train": {"engine": []}})
+    group.enter("rollout")
+    group.enter("train")
+    with memsaver.capturing(), pytest.raises(memsaver.Error):
+        region_ = make("host")
+        Group(engine=Colocated(), phases={"a": {"engine": [region_.tag]}, "b": {"engine": []}}).enter("b")
+    events = of(file)
+    check_format(events)
+    marks = [(each["ph"], each["name"]) for each in events if each.get("cat") in ("phase", "turn")]
+    assert marks == [
+        ("X", "turn to rollout"), ("B", "rollout"), ("E", "rollout"), ("X", "turn to train"), ("B", "train"),
+        ("X", "turn to b"),
+    ]  # fmt: skip
+    assert "is being captured" in only(events, "turn to b")["args"]["error"]
+    assert only(events, "turn to train")["args"]["error"] is None
+    turn, pause = only(events, "turn to train"), only(events, f"pause {region.tag}")
+    assert turn["ts"] <= pause["ts"] and end(pause) <= end(turn)
+
+
+def test_processes_can_share_a_file_and_a_broker_that_a_client_starts_writes_too(tmp_path: Path) -> None:
+    program = """
+        import memsaver, sys
+        region = memsaver.region("kv", device="cpu", backup="host")
+        array = region._core.allocate_array(2 << 20)
+        region.pause(); region.resume()
+    """
+    path = tmp_path / "run.json"
+    with tempfile.TemporaryDirectory(prefix="ms") as folder:  # short: a socket's path may have 107 bytes
+        changes = {
+            "MEMSAVER_TRACE": str(path), "MEMSAVER_POOL": "shared", "MEMSAVER_POOL_DIR": folder,
+            "MEMSAVER_POOL_CAPACITY": "8MiB", "MEMSAVER_HOST_DEVICE": fresh_device(),
+        }  # fmt: skip
+        for _ in range(2):
+            run_clean(program, **changes)
+        stop = [sys.executable, "-m", "memsaver", "broker", "--stop"]
+        subprocess.run(stop, env=environment(**changes), check=True, capture_output=True, timeout=60)
+    assert path.read_text().startswith("[\n") and path.read_text().count("[\n") == 1
+    events = of(path)
+    check_format(events)
+    resumes = named(events, "resume kv")
+    assert len({each["pid"] for each in resumes}) == 2
+    [broker] = {each["pid"] for each in events if each.get("cat") == "loans"}
+    assert broker not in {each["pid"] for each in resumes}
+    for each in resumes:  # a process that exits holds nothing
+        last = [event for event in events if event.get("cat") == "memory" and event["pid"] == each["pid"]][-1]
+        assert last["args"] == {"kv": 0}
+
+
+def test_offered_chunks_are_owners_of_their_own_and_closed_regions_hold_nothing(make: Make, file: Path) -> None:
+    region, other = make("host"), make("host")
+    block = Block(region, 2 * MIB)
+    region.pause(lazy=True)
+    region.resume()
+    block.check()
+    del block
+    counters = [each["args"] for each in of(file) if each.get("cat") == "memory"]
+    offered = f"{region.tag} (offered)"
+    assert [(each[region.tag], each.get(offered)) for each in counters[-3:]] == [
+        (2 * MIB, None), (0, 2 * MIB), (2 * MIB, 0)
+    ]  # fmt: skip
+    region.close()
+    other.pause()
+    assert [each["args"] for each in of(file) if each.get("cat") == "memory"][-1][region.tag] == 0
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Make) -> None:
+    expected = "expected the path of a file that can be written, in a directory that exists"
+    for value in (tmp_path, tmp_path / "no" / "run.json", "", 3):
+        with pytest.raises(memsaver.ConfigError) as caught:
+            memsaver.configure(trace=value)
+        assert str(caught.value) == f"trace is {value!r}, {expected}"
+        assert (caught.value.option, caught.value.value, trace.active) == ("trace", value, None)
+    region = make("host")
+    memsaver.configure(trace="/dev/full")
+    with caplog.at_level(logging.ERROR, logger="memsaver"):
+        region.pause()
+        assert trace.active is not None
+        trace.active.flush()
+        region.resume()
+        trace.active.flush()
+    memsaver.configure(trace=None)
+    assert [each.getMessage() for each in caplog.records] == [
+        "the trace ends: /dev/full cannot be written: [Errno 28] No space left on device"
+    ]
+
+
+def test_nothing_is_written_before_the_first_event_and_after_the_end(make: Make, tmp_path: Path) -> None:
+    path = tmp_path / "run.%p.json"
+    memsaver.configure(trace=path)
+    assert list(tmp_path.iterdir()) == []
+    region = make("host")
+    region.pause()
+    until(lambda: list(tmp_path.iterdir()))
+    [file] = tmp_path.iterdir()
+    assert file.name == f"run.{os.getpid()}.json"
+    memsaver.configure(trace=None)
+    before = file.read_bytes()
+    region.resume()
+    time.sleep(0.05)
+    assert file.read_bytes() == before and trace.active is None
+
+
+def test_files_that_are_no_traces_or_of_another_boot_are_named(file: Path, make: Make, tmp_path: Path) -> None:
+    make("host").pause()
+    (tmp_path / "text").write_text("{}\n")
+    done = command("merge", file, tmp_path / "text", "-o", tmp_path / "all.json")
+    assert (done.returncode, done.stderr) == (
+        1, f"memsaver: {tmp_path}/text is no trace: expected a file of configure(trace=...) or MEMSAVER_TRACE\n"
+    )  # fmt: skip
+    boot = next(each["args"]["boot"] for each in of(file) if each["name"] == "process_name")
+    (tmp_path / "other").write_text(file.read_text().replace(boot, "another"))
+    done = command("merge", file, tmp_path / "other", "-o", tmp_path / "all.json")
+    assert done.returncode == 1 and "are of several hosts, or of several boots of one" in done.stderr
+    done = command("merge", tmp_path / "none", "-o", tmp_path / "all.json")
+    assert done.returncode == 1 and str(tmp_path / "none") in done.stderr
+    assert not (tmp_path / "all.json").exists()
+    done = command("plot", file, "-o", tmp_path / "memory.svg", "--device", "GPU-1")
+    assert done.returncode == 1 and "the device is GPU-1, expected one of the trace: HOST-" in done.stderr
