@@ -9,6 +9,7 @@ smallest recipe counts bytes.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -25,11 +26,13 @@ from benchmarks.harness.machine import GIB, status
 DEVICES = ("cuda", "cpu")
 WAYS = {
     "memsaver": (),
+    "memsaver, lazy": (),
     "memsaver, vLLM": ("--engine", "vllm"),
     "torch_memory_saver": ("--memory", "torch_memory_saver"),
     "to-cpu": ("--memory", "to-cpu"),
     "resident": ("--memory", "resident"),
 }
+VARIABLES = {"memsaver, lazy": {"MEMSAVER_LAZY": "1"}}
 CHECK = "away"  # a turn that only the checks of the example need
 NOT_LEARNED = 4  # exit status of the example, as of most short runs
 
@@ -60,7 +63,10 @@ def ran(run: Run, way: str) -> tuple[Mapping[str, Any], list[Any]]:
         command += ["--recipe", "tiny"] if run.small and not run.options.model else []
         before = least = status("/proc/meminfo")["MemAvailable"]
         with Path(folder, "output").open("w+") as output:
-            process = subprocess.Popen([*command, *run.options.more.split()], stdout=output, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                [*command, *run.options.more.split()],
+                env=os.environ | VARIABLES.get(way, {}), stdout=output, stderr=subprocess.STDOUT,
+            )  # fmt: skip
             while process.poll() is None:
                 least = min(least, status("/proc/meminfo")["MemAvailable"])
                 time.sleep(0.2)
