@@ -203,13 +203,8 @@ class DiskCopies final : public Saver, public Loader {
 }  // namespace
 
 DiskBackup::DiskBackup(HostArena& staging, DiskStore& store, const std::string& directory, Ranges parts)
-    : Backup(std::move(parts)), staging_(staging), store_(store), directory_(directory) {
-  std::size_t position = 0;
-  for (const Range& run : runs()) {
-    positions_.push_back(position);
-    position += run.size;
-  }
-  checksums_.resize((bytes() + kBlock - 1) / kBlock);
+    : Backup(std::move(parts)), staging_(staging), store_(store), directory_(directory), blocks_(runs()) {
+  checksums_.resize(blocks_.count());
   file_ = store_.take(directory_, round_up(bytes(), kFileAlignment));
 }
 
@@ -220,25 +215,10 @@ BackupError DiskBackup::error(const std::string& what) const {
                      store_.held_bytes(), 0);
 }
 
-std::size_t DiskBackup::size_of(std::size_t block) const {
-  return round_up(std::min(kBlock, bytes() - block * kBlock), kFileAlignment);
-}
-
-std::vector<DiskBackup::Piece> DiskBackup::pieces(std::size_t block) const {
-  const std::size_t begin = block * kBlock, end = std::min(bytes(), begin + kBlock);
-  auto run =
-      static_cast<std::size_t>(std::upper_bound(positions_.begin(), positions_.end(), begin) - positions_.begin());
-  std::vector<Piece> found;
-  for (--run; run < positions_.size() && positions_[run] < end; ++run) {
-    const std::size_t from = std::max(begin, positions_[run]);
-    const std::size_t to = std::min(end, positions_[run] + runs()[run].size);
-    found.push_back({runs()[run].offset + (from - positions_[run]), to - from, from - begin});
-  }
-  return found;
-}
+std::size_t DiskBackup::size_of(std::size_t block) const { return round_up(blocks_.bytes(block), kFileAlignment); }
 
 void DiskBackup::save(std::size_t block, std::byte* memory) {
-  const std::size_t used = std::min(kBlock, bytes() - block * kBlock), size = size_of(block);
+  const std::size_t used = blocks_.bytes(block), size = size_of(block);
   std::memset(memory + used, 0, size - used);
   checksums_[block] = checksum(memory, size);
   try {

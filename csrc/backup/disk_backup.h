@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backup/backup.h"
+#include "backup/blocks.h"
 #include "backup/pinned_memory.h"
 #include "base/files.h"
 
@@ -36,19 +37,15 @@ class DiskStore {
 
 class DiskBackup final : public Backup {
  public:
-  static constexpr std::size_t kBlock = 8 * kMiB;
-  struct Piece {
-    std::size_t offset;  // within the region
-    std::size_t size;
-    std::size_t in_block;
-  };
+  static constexpr std::size_t kBlock = Blocks::kSize;
+  using Piece = Blocks::Piece;
 
   // Takes a file with space for all parts. Throws BackupError.
   DiskBackup(HostArena& staging, DiskStore& store, const std::string& directory, Ranges parts);
   ~DiskBackup() override;
 
   std::size_t blocks() const { return checksums_.size(); }
-  std::vector<Piece> pieces(std::size_t block) const;
+  std::vector<Piece> pieces(std::size_t block) const { return blocks_.pieces(block); }
   // Callable from any thread, one block each. `memory`: kBlock bytes, page-aligned. They throw Error, load() also if
   // the checksum differs.
   void save(std::size_t block, std::byte* memory);
@@ -67,7 +64,7 @@ class DiskBackup final : public Backup {
   HostArena& staging_;
   DiskStore& store_;
   const std::string directory_;
-  std::vector<std::size_t> positions_;  // of each run in the file
+  const Blocks blocks_;  // end to end in the file
   std::vector<std::uint64_t> checksums_;
   std::unique_ptr<ScratchFile> file_;
 };
