@@ -42,6 +42,7 @@ from memsaver.errors import (  # noqa: E402
     RebuildError,
     ReceiveError,
     RegionPausedError,
+    SameError,
     StaleError,
     VerifyError,
     WaitTimeoutError,
@@ -77,10 +78,10 @@ __version__ = "0.1.0"
 __all__ = [
     "AttachedError", "BackupError", "BrokerError", "CUDAGraph", "ConfigError", "Derived", "DriverError",
     "Error", "Guest", "GuestError", "OutOfMemoryError", "RebuildError", "ReceiveError", "Region", "RegionPausedError",
-    "StaleError", "Transition", "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing", "check_written",
-    "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "name_tensors", "outside", "pause",
-    "phase", "region", "register", "release_host_memory", "resume", "start", "stats", "switch", "trim", "unregister",
-    "wait_before_step",
+    "SameError", "StaleError", "Transition", "TransitionFuture", "VerifyError", "WaitTimeoutError", "capturing",
+    "check_written", "configure", "cpu_backup", "default_pool", "define_phase", "graph", "history", "name_tensors",
+    "outside", "pause", "phase", "region", "register", "release_host_memory", "resume", "start", "stats", "switch",
+    "trim", "unregister", "wait_before_step",
 ]  # fmt: skip
 
 _core.set_error_factory(errors.make)

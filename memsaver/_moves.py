@@ -89,6 +89,7 @@ class Move:
         self._failed: Exception | None = None  # of a rebuild
         self._differing: Exception | None = None  # found by the comparison of contents
         self._restored: list[Any] = []  # regions that resume with their contents
+        self._until = until
         # Last: an interrupt before leaves nothing in the queues, also while its traceback keeps this object.
         self.core = _core.Transition(
             [each._handle for each in pause.regions],
@@ -96,7 +97,7 @@ class Move:
             bounds.timeout,
             bounds.memory_timeout,
             bounds.reader_timeout,
-            [each._handle for each in pause.regions if lazy.get(each.tag, _lazy)],
+            [each._handle for each in pause.regions if lazy.get(each.tag, _lazy and each.same_as is None)],
         )
 
     def run(self) -> Transition:
@@ -133,7 +134,12 @@ class Move:
                 torch.check_pausable(leaving, self._thread)
             self._guests.prepare(self._paused_tags())
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]
-            move.prepare(kept, live, restored)
+            common: list[Any] = []
+            try:
+                common += [self._compared(*each) for each in zip(leaving, kept, live)]
+                move.prepare(kept, live, restored, common)
+            finally:
+                common.clear()  # the traceback of an error would keep them
             self._restored = [each for each, wanted in zip(move.resuming, restored) if wanted]
             if _verify:  # from here on nothing uses the regions
                 live = [_live(each) if each in derived else ranges for each, ranges in zip(leaving, live)]
@@ -142,6 +148,24 @@ class Move:
             if self._kept:
                 error._name_regions(self._kept)
             raise
+
+    def _compared(self, region: Region, policy: str, live: Ranges) -> Any:
+        """The copy of this pause that processes keep together. None: it keeps none, or has one already.
+
+        Raises SameError if the contents differ from those of other processes.
+        """
+        if region.same_as is None or policy != "host" or region._core.sealed:
+            return None
+        parts = region._core.segments(live)
+        if not parts or region in map(wrapper, self.core.continued):
+            return None
+        self.recorder.enter("compare", region.tag)
+        _core.wait_idle(region.device, self._left())  # raises during a capture
+        sums = with_torch("memsaver._torch.checksums").block_sums(region.device, parts, _core.COMMON_BLOCK)
+        return _core.common_backup(region._common, parts, sums, self._left())
+
+    def _left(self) -> float | None:
+        return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def fail(self, error: BaseException) -> None:
         """Ends the transition with an error. Steps before its commit are undone. It can be called again."""

@@ -152,10 +152,11 @@ class TransitionStage:
     Attributes:
         name: A wait of ``WaitTimeoutError.stage`` or ``OutOfMemoryError.stage``; ``"guests prepare"``,
             ``"guests leave"`` or ``"guests come back"``, the method of a guest; ``"rebuild"``: of a ``Derived``;
-            ``"prepared"``, the wait for the commit by a group; or ``"move"``: chunks and contents move.
+            ``"compare"``: the checksums for ``same_as``; ``"prepared"``, the wait for the commit by a group; or
+            ``"move"``: chunks and contents move.
         began_s: Seconds from the begin of the transition to that of the stage.
         seconds: Its duration, until now if it has not ended.
-        guest: The name of the guest, if a method of a guest runs, or the tag of a region to rebuild.
+        guest: The name of the guest, if a method of a guest runs, or the tag of a region to rebuild or compare.
     """
 
     name: str

@@ -278,6 +278,21 @@ class VerifyError(Error):
     parts: list[tuple[int, int]]
 
 
+class SameError(Error):
+    """Processes whose regions have one ``same_as`` have different contents. Nothing has changed.
+
+    Contents are compared in blocks of 8 MiB: the kept allocations of a region, end to end, by address.
+
+    Attributes:
+        block: The number of the first block that differs.
+        processes: The processes that differ from most of the others: tuples of pid, name, and torch's rank or None.
+            All of them if no contents are those of most.
+    """
+
+    block: int
+    processes: list[tuple[int, str, int | None]]
+
+
 class StaleError(Error):
     """Tensors were not written since a resume without contents: see ``memsaver.check_written()``.
 
@@ -315,6 +330,11 @@ def make(kind: str, message: str, fields: dict[str, Any]) -> Exception:
         fields["holders"] = [(pid, process_name(pid)) for pid in fields["holders"]]
         names = ", ".join(f"{name} (pid {pid})" for pid, name in fields["holders"])
         message += f": {names} (stage 'readers'){_UNCHANGED}"
+    if kind == "SameError":
+        found = [(pid, process_name(pid), rank if rank >= 0 else None) for pid, rank in fields["processes"]]
+        who = ", ".join(f"{name} (pid {pid}{'' if rank is None else f', rank {rank}'})" for pid, name, rank in found)
+        rest = "differ from the others" if fields.pop("_others_agree") else "differ, and no contents are those of most"
+        fields["processes"], message = found, f"{message}: {who} {rest}{_UNCHANGED}"
     if kind == "WaitTimeoutError":
         message += f" (stage {fields['stage']!r}, after {fields['waited_s']:.2f} s){_UNCHANGED}"
     if any(part in message for part in _CHECKED.get(kind, ())):

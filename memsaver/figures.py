@@ -86,6 +86,7 @@ class DeviceStats:
         retained_bytes: Idle chunks that this process keeps.
         host_held_bytes: Pinned host memory that this process holds.
         host_used_bytes: The part of it that holds contents.
+        host_common_bytes: Pinned host memory for regions with ``same_as``, which other processes have as well.
         disk_held_bytes: Size of the files for contents.
         disk_used_bytes: The part of it that holds contents.
         regions: The regions of this process on the device.
@@ -99,6 +100,7 @@ class DeviceStats:
     retained_bytes: int
     host_held_bytes: int
     host_used_bytes: int
+    host_common_bytes: int
     disk_held_bytes: int
     disk_used_bytes: int
     regions: list[RegionStats]

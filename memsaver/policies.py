@@ -48,14 +48,14 @@ class Bounds:
         return replace(self, timeout=max(0.0, since + self.timeout - time.monotonic()))
 
 
-def check_tag(tag: object) -> None:
+def check_tag(tag: object, option: str = "tag") -> None:
     """Raises TypeError or ValueError unless the value can be the tag of a region."""
     if not isinstance(tag, str):
-        raise TypeError(f"tag is {tag!r}, expected a string")
+        raise TypeError(f"{option} is {tag!r}, expected a string")
     if not tag:
-        raise ValueError("tag is '', expected a name")
+        raise ValueError(f"{option} is '', expected a name")
     if len(tag) > _LONGEST_TAG or not tag.isprintable():
-        raise ValueError(f"tag is {tag!r}, expected at most {_LONGEST_TAG} printable characters")
+        raise ValueError(f"{option} is {tag!r}, expected at most {_LONGEST_TAG} printable characters")
 
 
 def several(tags: object, name: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+import os
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from memsaver import _core, _guests
 from memsaver._adapter import adapter, loaded, wanted
-from memsaver.broker import pool_client
+from memsaver.broker import discovery, pool_client
 from memsaver.errors import Error, RegionPausedError, WaitTimeoutError
 from memsaver.policies import (
     BACKUPS,
@@ -79,6 +80,7 @@ class Region:
             ``region()``.
         one_handle: Whether each segment has one handle of the driver.
         written_in_use: Whether ``memsaver.check_written()`` leaves the region out.
+        same_as: The name of the copy that processes keep together. None: the region has a copy of its own.
 
     Examples:
         >>> weights = memsaver.region("weights", device="cpu", backup="host")
@@ -99,6 +101,8 @@ class Region:
     fill: str | None
     one_handle: bool
     written_in_use: bool = False
+    same_as: str | None = None
+    _common: Any = None  # the core's memory of the copy that processes keep together
     _handle: Any  # the region of the core, which stays when it was closed
     _coming: Coming | None = None
 
@@ -344,6 +348,9 @@ class Region:
             finally:  # also after an interrupt
                 if core.closed:
                     _regions.pop((self.tag, self.device), None)
+                    if self._common is not None:
+                        self._common.leave()
+                        self._common = None
 
     def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: torch.dtype | None = None) -> torch.Tensor:
         """Allocates an uninitialised torch tensor in the region.
@@ -492,6 +499,7 @@ def region(
     fill: str | None = None,
     one_handle: bool | None = None,
     written_in_use: bool | None = None,
+    same_as: str | None = None,
 ) -> Region:
     """Returns the region with this tag and device, and makes it if there is none.
 
@@ -514,16 +522,20 @@ def region(
             free before.
         written_in_use: True: the memory is written while it is used, as a KV cache is, or its zeros of ``fill`` are
             used. ``memsaver.check_written()`` leaves the region out.
+        same_as: A name. Processes of one job (``MEMSAVER_JOB``) and host whose regions have one name and equal contents
+            keep one copy of them in host memory, in the place of one each. A pause compares the contents first, in up
+            to 32 MiB of device memory. Needs ``backup="host"``. One region of a process has the name.
 
     Returns:
         The region. The same arguments give the same object.
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: An argument has a wrong value, or the region was made with another ``backup``, ``frozen`` or
-            ``fill``, ``one_handle`` or ``written_in_use``.
+        ValueError: An argument has a wrong value, or the region was made with another ``backup``, ``frozen``,
+            ``fill``, ``one_handle``, ``written_in_use`` or ``same_as``.
         ConfigError: The policy is ``"disk"``, and ``disk_dir`` is not set; or ``one_handle`` with a shared pool.
         DriverError: The device cannot be used.
+        memsaver.Error: A process in another pid namespace, or with another version, has the name of ``same_as``.
         BrokerError: ``configure(pool="shared")`` is set, and the shared pool of the device cannot be reached.
 
     Examples:
@@ -540,6 +552,8 @@ def region(
     for option, flag in (("one_handle", one_handle), ("written_in_use", written_in_use)):
         if flag is not None and not isinstance(flag, bool):
             raise TypeError(f"{option} is {flag!r}, expected True or False")
+    if same_as is not None:
+        check_tag(same_as, "same_as")
     if fill is not None and fill not in FILLS:
         raise ValueError(f"fill is {fill!r}, expected one of {', '.join(map(repr, FILLS))}")
     if device in BACKUPS:
@@ -550,10 +564,15 @@ def region(
         policy = "none" if derived is not None or backup is None else str(backup)
         if frozen and policy == "none":
             raise ValueError(f"frozen is True and backup is {backup or 'none'!r}, expected 'host' or 'disk'")
+        if same_as is not None and policy != "host":
+            raise ValueError(f"same_as is {same_as!r} and backup is {backup or 'none'!r}, expected 'host'")
         pool_client.join(name)
+        common = None if same_as is None else _common_memory(same_as, tag, name)
         found = wrapper(_core.region(tag, name, policy, bool(frozen), fill or _NO_FILL, bool(one_handle)))
         found.backup = derived or found.backup
         found.written_in_use = bool(written_in_use)
+        if common is not None:
+            found.same_as, found._common = same_as, common
         observe_captures(name)
     for option, given, has in (
         ("backup", backup, found.backup),
@@ -561,10 +580,21 @@ def region(
         ("fill", fill, found.fill),
         ("one_handle", one_handle, found.one_handle),
         ("written_in_use", written_in_use, found.written_in_use),
+        ("same_as", same_as, found.same_as),
     ):
         if given is not None and given != has:
             raise ValueError(f"{option} is {given!r}, but region {tag!r} was made with {has!r}")
     return found
+
+
+def _common_memory(name: str, tag: str, device: str) -> Any:
+    for each in all_regions():
+        if each.same_as == name:
+            raise ValueError(f"same_as is {name!r}, which region {each.tag!r} of this process has on {each.device}")
+    rank = os.environ.get("RANK", "")  # of torch.distributed
+    what = f"region {tag!r} with same_as={name!r}"
+    path = str(discovery.common_path(name))
+    return _core.common_memory(device, path, what, int(rank) if rank.isdecimal() else -1)
 
 
 def observe_captures(device: str) -> None:

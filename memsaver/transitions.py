@@ -37,7 +37,7 @@ def pause(
             policy keeps them.
         lazy: True leaves chunks and contents where they are, not mapped, until a resume or an allocation lacks memory.
             One value for all tags, or ``{tag: bool}``. False for such a region copies and returns the rest. Default:
-            the option ``lazy``.
+            the option ``lazy``. Not for regions with ``same_as``.
         timeout: Seconds for the whole call up to its commit, with all of its waits. None: no bound.
         reader_timeout: Seconds to wait for other processes that have tensors of the regions. Of two bounds the earlier
             one ends the wait.
@@ -49,6 +49,7 @@ def pause(
         TypeError: An argument has a wrong type.
         ValueError: A tag has no region, a policy does not exist, or a bound is negative.
         BackupError: Host memory or disk space is short. Nothing has changed.
+        SameError: Regions with one ``same_as`` have different contents. Nothing has changed.
         AttachedError: A bound ended the wait for attached processes. Nothing has changed.
         WaitTimeoutError: ``timeout`` ended another wait. Nothing has changed.
         GuestError: A guest of the tags could not leave. Nothing has changed.
@@ -245,6 +246,11 @@ def _queued(
     kept = policies.backups(backup, pause.tags)
     restored = policies.restores(restore, resume.tags)
     lazily = policies.lazies(lazy, pause.tags)
+    for each in pause.regions:
+        if each.same_as is not None and lazily.get(each.tag) and kept.get(each.tag, "host") == "host":
+            raise ValueError(
+                f"lazy is True for {each.tag!r}, whose contents are kept with same_as={each.same_as!r}, expected False"
+            )
     coming = set(resume.regions)
     both = [each.tag for each in pause.regions if each in coming] + sorted(pause.guests & resume.guests)
     if both:

@@ -18,8 +18,8 @@ from memsaver.turns.members import Colocated
 class Buffer:
     """The only segment of a host region, without torch, which takes long to load."""
 
-    def __init__(self, tag: str, nbytes: int) -> None:
-        self.region = memsaver.region(tag, device="cpu", backup="host")
+    def __init__(self, tag: str, nbytes: int, **options: Any) -> None:
+        self.region = memsaver.region(tag, device="cpu", backup="host", **options)
         self._owner = self.region._core.allocate_array(nbytes)
         ((self.address, _),) = self.region._core.live()
         self.array = np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(self.address)), np.uint8)
@@ -40,10 +40,10 @@ def use(device: str) -> None:
 class Member(Colocated):
     """A rank with one buffer, with contents by a seed. It ends or fails where a test says so."""
 
-    def __init__(self, device: str, tag: str, nbytes: int, seed: int = 1) -> None:
+    def __init__(self, device: str, tag: str, nbytes: int, seed: int = 1, **options: Any) -> None:
         use(device)
         self.seed, self.dies, self.breaks = seed, "", False
-        self.buffer = Buffer(tag, nbytes)
+        self.buffer = Buffer(tag, nbytes, **options)
         self.buffer.fill(seed)
 
     def look(self) -> tuple[str, bool]:

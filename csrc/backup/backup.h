@@ -41,7 +41,8 @@ class Backup {
   const Ranges& parts() const { return parts_; }
   const Ranges& runs() const { return runs_; }  // touching parts joined: thousands of tensors move as one
   std::size_t bytes() const { return bytes_; }
-  virtual std::size_t kept_bytes() const { return bytes_; }  // in host memory or on disk
+  virtual std::size_t kept_bytes() const { return bytes_; }           // in host memory or on disk
+  virtual std::size_t copied_bytes() const { return saved.bytes(); }  // by this process
   bool complete() const { return saved.covers(parts_); }
   RangeSet saved;  // ranges that have arrived; the contents of all others exist in the region alone
 

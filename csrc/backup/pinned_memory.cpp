@@ -24,14 +24,20 @@ std::string lock_limit() {
   return "; this process may lock " + std::to_string(limit.rlim_cur) + " bytes of memory (RLIMIT_MEMLOCK)";
 }
 
-// The kernel provides and zeroes a page at its first touch. One thread reaches 2 GiB/s, so several touch.
-void touch(std::byte* data, std::size_t size) {
+// The kernel provides and zeroes a page at its first touch. One thread reaches 2 GiB/s, so several touch. `writes`: a
+// read of memory without a file would get a page that all memory shares; a write to a file would change it.
+void touch(std::byte* data, std::size_t size, bool writes) {
   const unsigned cores = std::max(1U, std::thread::hardware_concurrency());
   const std::size_t count = std::min<std::size_t>({cores, kMostThreads, size / kPage + 1});
   const std::size_t share = round_up(size / count + 1, kPage);
   const auto touch_share = [=](std::size_t begin) {
-    for (std::size_t at = begin; at < std::min(size, begin + share); at += kHostPage)
-      *reinterpret_cast<volatile std::byte*>(data + at) = std::byte{0};
+    for (std::size_t at = begin; at < std::min(size, begin + share); at += kHostPage) {
+      auto& byte = *reinterpret_cast<volatile std::byte*>(data + at);
+      if (writes)
+        byte = std::byte{0};
+      else
+        static_cast<void>(static_cast<std::byte>(byte));
+    }
   };
   std::vector<std::thread> threads;
   threads.reserve(count);
@@ -151,9 +157,10 @@ HostArena::Extent HostArena::make(std::size_t bytes, std::size_t wanted) {
   return {data, bytes};
 }
 
-void HostArena::map_memory(std::byte* data, std::size_t bytes) {
-  constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED;
-  if (::mmap(data, bytes, PROT_READ | PROT_WRITE, kFlags, -1, 0) == MAP_FAILED)
+void HostArena::map_memory(std::byte* data, std::size_t bytes, const std::optional<Source>& source) {
+  const int flags = MAP_FIXED | (source ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS);
+  const auto [file, offset] = source.value_or(Source{-1, 0});
+  if (::mmap(data, bytes, PROT_READ | PROT_WRITE, flags, file, static_cast<off_t>(offset)) == MAP_FAILED)
     throw Error("the system has no memory to map");
   ::madvise(data, bytes, MADV_HUGEPAGE);  // optional: without it pinning is slower
   ::madvise(data, bytes, MADV_DONTFORK);  // a fork would copy pinned pages at once, and a child must not use them
@@ -163,9 +170,22 @@ void HostArena::map_memory(std::byte* data, std::size_t bytes) {
 std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t wanted) {
   budget_.take(bytes);
   try {
-    map_memory(data, bytes);
+    fill_slab(data, bytes, wanted, std::nullopt);
+  } catch (const BackupError&) {
+    budget_.put(bytes);
+    throw;
+  }
+  std::lock_guard lock(mutex_);
+  slabs_[address_of(data)] = bytes;
+  held_ += bytes;
+  return bytes;
+}
+
+void HostArena::fill_slab(std::byte* data, std::size_t bytes, std::size_t wanted, const std::optional<Source>& source) {
+  try {
+    map_memory(data, bytes, source);
     if (!nodes_) prefer_node(data, bytes, driver_.host_node());
-    touch(data, bytes);
+    touch(data, bytes, !source);
     if (nodes_) check_nodes(data, *nodes_);
     try {
       driver_.pin(data, bytes);
@@ -179,17 +199,42 @@ std::size_t HostArena::make_slab(std::byte* data, std::size_t bytes, std::size_t
     }
   } catch (const std::exception& error) {
     drop_memory({data, bytes});
-    budget_.put(bytes);
     const std::size_t held = held_bytes();
     const bool is_refused = dynamic_cast<const DriverError*>(&error) != nullptr;  // to pin what the system has given
     throw BackupError("cannot get " + std::to_string(wanted) + " bytes more of pinned host memory (" +
                           std::to_string(held) + " bytes held): " + error.what() + (is_refused ? lock_limit() : ""),
                       wanted, held, 0, true);
   }
+}
+
+std::byte* HostArena::map_file(int file, std::size_t offset, std::size_t bytes) {
+  std::byte* data = nullptr;
+  {
+    std::lock_guard lock(mutex_);
+    data = take_addresses_locked(bytes);
+  }
+  try {
+    fill_slab(data, bytes, bytes, Source{file, offset});
+  } catch (const BackupError&) {
+    std::lock_guard lock(mutex_);
+    addresses_.put({address_of(data), bytes});
+    throw;
+  }
+  common_ += bytes;
+  return data;
+}
+
+bool HostArena::unmap_file(Extent extent) {
+  try {
+    driver_.unpin(extent.data);
+  } catch (const std::exception&) {
+    return false;  // still registered with the driver: the memory must be kept
+  }
+  drop_memory(extent);
+  common_ -= extent.size;
   std::lock_guard lock(mutex_);
-  slabs_[address_of(data)] = bytes;
-  held_ += bytes;
-  return bytes;
+  addresses_.put(range_of(extent));
+  return true;
 }
 
 std::size_t HostArena::release_idle() {

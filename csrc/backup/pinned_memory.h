@@ -5,6 +5,7 @@
 // two slabs, because each slab is a registration of its own in the driver.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <map>
 #include <mutex>
@@ -37,16 +38,30 @@ class HostArena {
   // The end of the slab: a copy from `data` must end there.
   std::byte* slab_end(const std::byte* data) const;
 
+  // Memory of a file that processes have in common: a slab of its own, in no extent. reserve() counts bytes that this
+  // process adds to the system's memory. map_file() and reserve() throw BackupError. unmap_file() returns whether the
+  // driver let the memory go.
+  void reserve(std::size_t bytes) { budget_.take(bytes); }
+  void unreserve(std::size_t bytes) { budget_.put(bytes); }
+  std::byte* map_file(int file, std::size_t offset, std::size_t bytes);
+  bool unmap_file(Extent extent);
+
   std::size_t release_idle();  // returns slabs without contents to the system; returns their bytes
   std::size_t held_bytes() const;
   std::size_t used_bytes() const;
   std::size_t idle_bytes() const;
+  std::size_t common_bytes() const { return common_; }  // of files
 
  private:
+  struct Source {
+    int file;
+    std::size_t offset;
+  };
   // growing_ is held. The caller owns the memory, until put(). `wanted`: bytes for the error text.
   Extent make(std::size_t bytes, std::size_t wanted);
   std::size_t make_slab(std::byte* data, std::size_t bytes, std::size_t wanted);
-  void map_memory(std::byte* data, std::size_t bytes);
+  void fill_slab(std::byte* data, std::size_t bytes, std::size_t wanted, const std::optional<Source>& source);
+  void map_memory(std::byte* data, std::size_t bytes, const std::optional<Source>& source);
   std::optional<Extent> take_idle(std::size_t bytes, bool whole);
   std::byte* take_addresses_locked(std::size_t size);
 
@@ -60,6 +75,7 @@ class HostArena {
   FreeRanges idle_;                       // unused parts of them
   FreeRanges addresses_;                  // addresses without memory
   std::size_t reserved_ = 0;              // bytes of addresses, with or without memory
+  std::atomic<std::size_t> common_ = 0;
 };
 
 }  // namespace memsaver

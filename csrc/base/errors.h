@@ -38,6 +38,15 @@ struct FileError : Error {
   FileError(const std::string& failed_call, const std::string& message) : Error(failed_call + ": " + message) {}
 };
 
+// Processes that keep one copy of their contents have different contents.
+struct SameError : Error {
+  SameError(const std::string& what, std::size_t differing_block, std::vector<std::pair<int, int>> members, bool others)
+      : Error(what), block(differing_block), differing(std::move(members)), others_agree(others) {}
+  std::size_t block;                           // of 8 MiB, the first with a difference
+  std::vector<std::pair<int, int>> differing;  // pids and ranks; rank -1: not known
+  bool others_agree;                           // whether more than half of the processes have the same block
+};
+
 struct RegionPausedError : Error {
   RegionPausedError(const std::string& what, std::string region_tag, std::string region_state)
       : Error(what), tag(std::move(region_tag)), state(std::move(region_state)) {}

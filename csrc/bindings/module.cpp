@@ -26,6 +26,9 @@ void translate_ours(const std::exception_ptr& thrown) {
     raise("BackupError", error,
           dict_of("needed_bytes", error.needed_bytes, "held_bytes", error.held_bytes, "available_bytes",
                   error.available_bytes, "_of_pinned_memory", error.of_pinned_memory));
+  } catch (const SameError& error) {
+    raise("SameError", error,
+          dict_of("block", error.block, "processes", error.differing, "_others_agree", error.others_agree));
   } catch (const RegionPausedError& error) {
     raise("RegionPausedError", error, dict_of("tag", error.tag, "state", error.state));
   } catch (const DriverError& error) {

@@ -78,8 +78,8 @@ nb::dict device_stats(const std::string& name) {
   return dict_of("uuid", uuid, "total_bytes", memory ? std::optional(memory->total) : std::nullopt, "free_bytes",
                  memory ? std::optional(memory->free) : std::nullopt, "retained_bytes", device.source().idle_bytes(),
                  "host_held_bytes", device.arena.held_bytes(), "host_used_bytes", device.arena.used_bytes(),
-                 "disk_held_bytes", device.files.held_bytes(), "disk_used_bytes", device.files.used_bytes(), "regions",
-                 region_rows(device));
+                 "host_common_bytes", device.arena.common_bytes(), "disk_held_bytes", device.files.held_bytes(),
+                 "disk_used_bytes", device.files.used_bytes(), "regions", region_rows(device));
 }
 
 // The figures from which memsaver/ledger makes the ledger of a device.
@@ -138,6 +138,12 @@ void bind_process(nb::module_& module) {
   module.def("refresh_peers", [] { core().refresh_peers(); }, unlocked);
   module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });
   module.def("device_stats", &device_stats, "device"_a);
+  module.def(
+      "wait_idle",
+      [](const std::string& device, std::optional<double> timeout) {
+        opened(device).wait_idle(timeout ? deadline_in(*timeout) : kNever);
+      },
+      "device"_a, "timeout"_a.none(), unlocked);
   module.def("ledger_figures", &ledger_figures, "device"_a);
   module.def("stop_queries", [] {
     if (usable()) queries().stop();  // in a forked child another thread may have had the lock

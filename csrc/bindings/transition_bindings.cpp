@@ -1,7 +1,11 @@
-// Transitions.
+// Transitions, and backups that processes have in common.
+#include <nanobind/stl/shared_ptr.h>
+
 #include <functional>
+#include <memory>
 #include <utility>
 
+#include "backup/common_backup.h"
 #include "bindings/bindings.h"
 #include "transitions/transition.h"
 
@@ -18,11 +22,12 @@ struct OwnedTransition : Transition {
 };
 
 void prepare(OwnedTransition& transition, const std::vector<std::string>& policies, std::vector<Ranges> live,
-             const std::vector<bool>& restore) {
+             const std::vector<bool>& restore, std::vector<std::shared_ptr<CommonBackup>> common) {
   std::vector<Pause> pauses;
   const auto& pausing = transition.pausing();
   for (std::size_t i = 0; i < pausing.size(); ++i)
-    pauses.push_back({pausing[i], policy_of(policies.at(i)), std::move(live.at(i))});
+    pauses.push_back({pausing[i], policy_of(policies.at(i)), std::move(live.at(i)),
+                      common.empty() ? nullptr : std::move(common.at(i))});
   transition.prepare(std::move(pauses), restore);
 }
 
@@ -43,6 +48,15 @@ nb::dict run(OwnedTransition& transition, const nb::object& arrived) {
                  outcome.copied_bytes, "seconds", outcome.seconds);
 }
 
+// `sums`: two numbers for each block of the parts, end to end.
+std::shared_ptr<CommonBackup> common_backup(std::shared_ptr<CommonMemory> memory, Ranges parts,
+                                            const std::vector<std::uint64_t>& sums, std::optional<double> timeout) {
+  std::vector<CommonMemory::Sum> pairs;
+  for (std::size_t i = 0; i + 1 < sums.size(); i += 2) pairs.push_back({sums[i], sums[i + 1]});
+  return std::make_shared<CommonBackup>(std::move(memory), std::move(parts), pairs,
+                                        timeout ? deadline_in(*timeout) : kNever);
+}
+
 }  // namespace
 
 template <>
@@ -51,6 +65,17 @@ inline constexpr auto fields<Stages::Event> = [](const Stages::Event& each) {
 };
 
 void bind_transitions(nb::module_& module) {
+  // Made here, and not by their classes: they find their owners by shared_from_this(), and the end of one needs no GIL.
+  nb::class_<CommonBackup>(module, "CommonBackup");
+  nb::class_<CommonMemory>(module, "CommonMemory").def("leave", &CommonMemory::leave, unlocked);
+  module.def(
+      "common_memory",
+      [](const std::string& device, const std::string& path, const std::string& what, int rank) {
+        return CommonMemory::of(opened(device).arena, path, what, rank);
+      },
+      "device"_a, "path"_a, "what"_a, "rank"_a, unlocked);
+  module.attr("COMMON_BLOCK") = Blocks::kSize;
+  module.def("common_backup", &common_backup, "memory"_a, "parts"_a, "sums"_a, "timeout"_a.none(), unlocked);
   nb::class_<OwnedTransition>(module, "Transition")
       .def(
           "__init__",
@@ -71,7 +96,8 @@ void bind_transitions(nb::module_& module) {
       .def_prop_ro("resuming", &OwnedTransition::resuming, nb::rv_policy::reference)
       .def_prop_ro("continued", &OwnedTransition::continued, nb::rv_policy::reference)
       .def_prop_ro("discarded", &OwnedTransition::discarded, nb::rv_policy::reference)
-      .def("prepare", &prepare, "policies"_a, "live"_a, "restore"_a, unlocked)
+      .def("prepare", &prepare, "policies"_a, "live"_a, "restore"_a,
+           "common"_a = std::vector<std::shared_ptr<CommonBackup>>(), unlocked)
       .def("run", &run, "arrived"_a.none() = nb::none());
 }
 

@@ -118,6 +118,8 @@ void Transfer::save_where(Leaving& leaving) {
           "' is frozen, and its copy lacks some of its allocations: call thaw(), and the next pause makes a new copy");
   } else if (leaving.live.empty()) {
     // There are none.
+  } else if (leaving.common != nullptr) {
+    leaving.backup = std::move(leaving.common);
   } else if (const std::string directory = leaving.policy == Policy::disk ? core().disk_directory() : "";
              leaving.lazy) {
     leaving.backup = std::make_shared<PiecedBackup>(leaving.live, [&device = device_, directory](Ranges contents) {
@@ -194,7 +196,8 @@ void Transfer::check_backups() {
   std::size_t host_bytes = 0;
   for (Leaving& leaving : leaving_) {
     leaving.live = leaving.region->parts(leaving.live);
-    if (leaving.policy == Policy::host && !leaving.continues && !leaving.lazy && !leaving.region->sealed())
+    if (leaving.policy == Policy::host && !leaving.continues && !leaving.lazy && !leaving.region->sealed() &&
+        leaving.common == nullptr)
       host_bytes += bytes_of(leaving.live);
   }
   device_.arena.check(host_bytes);  // for all regions together, before one of them takes memory
@@ -223,7 +226,7 @@ void Transfer::reserve_and_start(bool chunks) {
   for (Leaving& leaving : leaving_) {
     if (!leaving.copies() || leaving.batches.empty()) continue;
     stages_.enter("backup");
-    leaving.saved_before = leaving.backup->saved.bytes();
+    leaving.copied_before = leaving.backup->copied_bytes();
     leaving.saver = leaving.backup->saver(*device_.driver, spans_of(leaving.batches));
     const Deadline late = std::max(bounds_.whole, now() + kOneLook);
     if (!copies_out_at_) copies_out_at_ = now();
@@ -417,7 +420,7 @@ void Transfer::let_go(Leaving& leaving) {
     refused_ = std::make_exception_ptr(*error);
   if (leaving.saver == nullptr) return;
   leaving.saver.reset();  // its threads write to `saved`
-  moved_.copied_bytes += leaving.backup->saved.bytes() - leaving.saved_before;
+  moved_.copied_bytes += leaving.backup->copied_bytes() - leaving.copied_before;
 }
 
 void Transfer::hand_on(Chunk chunk) {

@@ -32,9 +32,10 @@ struct Bounds {
 // A region to pause.
 struct Pause {
   Region* region;
-  Policy policy;      // of this pause
-  Ranges live;        // the contents to keep
-  bool lazy = false;  // offer the chunks, see Region::may_evict(), and copy nothing
+  Policy policy;                             // of this pause
+  Ranges live;                               // the contents to keep
+  std::shared_ptr<Backup> common = nullptr;  // of this pause, if the caller has made it
+  bool lazy = false;                         // offer the chunks, see Region::may_evict(), and copy nothing
 };
 
 // The stages of a transition, with the times of their begins. Any thread may call its methods. The parts of a
@@ -132,7 +133,7 @@ class Transfer {
     std::vector<Ranges> batches = {};          // neighbouring chunks, which move
     std::vector<Slot> offers = {};             // the other chunks of a lazy pause
     std::unique_ptr<Saver> saver = nullptr;    // null: nothing to copy
-    std::size_t saved_before = 0;
+    std::size_t copied_before = 0;
     bool copies() const { return backup != nullptr && !backup->complete(); }
   };
   struct Coming {

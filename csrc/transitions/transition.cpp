@@ -206,6 +206,7 @@ void Transition::prepare(std::vector<Pause> pauses, const std::vector<bool>& res
     for (Pause& pause : pauses_) {
       pause.lazy = contains(lazy_, pause.region);
       on(*pause.region).add_leaving(pause, contains(continued_, pause.region));
+      pause.common.reset();
     }
     for (std::size_t i = 0; i < resuming_.size(); ++i) on(*resuming_[i]).add_coming(*resuming_[i], restore.at(i));
     for (auto& [device, transfer] : by_device) transfers_.push_back(std::move(transfer));

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from memsaver import _core
 from memsaver._adapter import adapter
+from memsaver.regions import all_regions
 
 if TYPE_CHECKING:
     import torch
@@ -61,4 +62,5 @@ def release_host_memory() -> int:
         >>> memsaver.release_host_memory() >= 1 << 20
         True
     """
-    return int(_core.release_host_memory())
+    common = sum(each._common.leave() for each in all_regions() if each._common is not None)
+    return int(_core.release_host_memory()) + common

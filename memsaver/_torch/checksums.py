@@ -8,6 +8,8 @@ from __future__ import annotations
 import bisect
 import ctypes
 import operator
+import random
+from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +20,11 @@ from memsaver.regions import Ranges, Region, outside
 
 _ROW = 8192  # bytes with one checksum
 _MOST_NAMED = 20  # allocations in an error
+_WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
 _STEP = 1 << 30  # bytes at once: the sums take a thousandth of it on the device
+# Odd numbers, the same in all processes and versions of Python.
+_numbers = random.Random("memsaver")
+_FACTORS = [[_numbers.getrandbits(64) - (1 << 63) | 1 for _ in range(_ROW // 8)] for _ in range(2)]
 # Of paused regions: address, bytes and sums of each range. Changed by single operations, in any thread.
 _kept: WeakKeyDictionary[Region, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
 
@@ -81,6 +87,49 @@ def _sums(device: str, address: int, nbytes: int) -> Tensor:
             if whole < some.numel():
                 sums.append(some[whole:].sum(dtype=torch.int64).reshape(1).cpu())
         return torch.cat(sums)
+
+
+@torch.no_grad()
+def block_sums(device: str, parts: Ranges, block: int) -> list[int]:
+    """Two sums of 64 bits for each block of contents: the parts of a region, end to end. Its device has no work.
+
+    Each word is folded and multiplied by an odd constant of its place in a row of 8 KiB. The sums of the rows are words
+    of a second such row. So a change of one word always changes a sum.
+    """
+    with outside():
+        factors = torch.tensor(_FACTORS, dtype=torch.int64).to(device)  # [2, words of a row]
+        found = [_block_sums(factors, block) for block in _blocks(device, parts, block)]
+        return [number & _WORD for number in torch.stack(found).flatten().tolist()]
+
+
+def _blocks(device: str, parts: Ranges, block: int) -> Iterator[Tensor]:
+    """uint8 [bytes of a block]: the last one may be shorter."""
+    pieces: list[Tensor] = []
+    room = block
+    for address, nbytes in parts:
+        while nbytes:
+            size = min(nbytes, room)
+            pieces.append(bytes_at(device, address, size))
+            address, nbytes, room = address + size, nbytes - size, room - size
+            if not room:
+                yield torch.cat(pieces)
+                pieces, room = [], block
+    if pieces:
+        yield torch.cat(pieces)
+
+
+def _block_sums(factors: Tensor, contents: Tensor) -> Tensor:
+    """int64 [2]: the sums of a block of at most 8 MiB."""
+    count = contents.numel()
+    words = torch.nn.functional.pad(contents, (0, -count % _ROW)).view(torch.int64)
+    rows = _folded(words.view(-1, _ROW // 8))
+    sums = torch.stack([(rows * factor).sum(1) for factor in factors])  # [2, rows]
+    return (_folded(sums) * factors[:, : sums.shape[1]]).sum(1) + count
+
+
+def _folded(words: Tensor) -> Tensor:
+    """The words, with their upper halves added to the lower ones by xor: so a sum's upper bits depend on all bits."""
+    return (words >> 32).bitwise_and_(_HALF).bitwise_xor_(words)
 
 
 def bytes_at(device: str, address: int, nbytes: int) -> Tensor:

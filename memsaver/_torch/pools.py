@@ -130,6 +130,10 @@ class RegionPools:
         """(address, requested bytes) of the blocks in use, those of the graph pool apart."""
         return sorted(block for pool_id in self._ids() for block in used_blocks(pool_id))
 
+    def ends(self) -> list[tuple[int, int]]:
+        """(address, bytes) of the ends of blocks in use that no tensor has asked for."""
+        return [end for pool_id in self._ids() for end in ends(pool_id)]
+
     def _ids(self) -> list[tuple[int, int]]:
         return [*(pool.id for pool in (*self._idle, *self._lent)), *self._retired_ids, *self._adopted_ids]
 
@@ -213,6 +217,15 @@ def used_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
                 yield block["address"], block.get("requested_size") or block["size"]
+
+
+def ends(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """(address, bytes) of the ends of blocks in use that were not requested."""
+    for segment in snapshot(pool_id):
+        for block in segment["blocks"]:
+            requested = block.get("requested_size") or block["size"]
+            if block["state"] == "active_allocated" and requested < block["size"]:
+                yield block["address"] + requested, block["size"] - requested
 
 
 def free_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -289,10 +289,15 @@ class Router:
             return next((region for region, pools in self._pools.items() if pools.has(pool_id)), None)
 
     def live(self, region: Region) -> Ranges | None:
-        """The ranges of the region in use: its segments without the free blocks of its pools. None: all segments."""
+        """The ranges of the region in use: its segments without the free blocks of its pools. None: all segments.
+
+        Of a region with ``same_as``, without the ends of blocks, which have old bytes and belong to no tensor.
+        """
         with self._lock:
             pools = self._pools.get(region)
             free = pools.free_blocks() if pools is not None else []
+            if pools is not None and region.same_as is not None:
+                free = sorted(free + pools.ends())
         if not free:
             return None
         return _subtract(region._core.live(), free)

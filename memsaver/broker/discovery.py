@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import socket
@@ -16,6 +17,7 @@ from memsaver.errors import BrokerError, ConfigError, checked
 _LONGEST_PATH = 107  # bytes in the address of a Unix socket
 _POLL_S = 0.01
 _LOCK_TRIES = 10
+_DIGITS = 32  # of the digest of a name
 _OF_JOB = "job-"
 _VARIABLE = "MEMSAVER_POOL_DIR"
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")  # short, since it is part of a socket's path
@@ -84,6 +86,12 @@ def _own(path: Path) -> Path:
 def socket_path(uuid: str) -> Path:
     """The socket of a device's broker. Raises ConfigError."""
     return _checked(directory() / f"{uuid}.sock")
+
+
+def common_path(name: str) -> Path:
+    """The lock file of the memory that processes of a job and host have in common under a name. Raises ConfigError."""
+    host = Path("/proc/sys/kernel/random/boot_id").read_text()  # several hosts may share the directory
+    return directory() / f"same-{hashlib.sha256((host + name).encode()).hexdigest()[:_DIGITS]}"
 
 
 def found() -> list[Path]:

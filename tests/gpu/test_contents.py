@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import memsaver
 from tests.gpu.fixtures import Make, Neighbour
-from tests.support import MIB
+from tests.support import MIB, environment
 
 pytestmark = pytest.mark.gpu
 
@@ -121,3 +124,50 @@ def test_streams_go_on_beside_a_background_pause(fresh: Make) -> None:
     region.resume()
     assert back.done() and again.done()
     assert sums(tensors) == expected
+
+
+OTHER = """
+import sys, torch, memsaver
+region = memsaver.region("teacher", "cuda:0", "host", same_as="teacher")
+tensor = region.empty((40 << 20,), torch.uint8).copy_(torch.arange(40 << 20, device="cuda") % 251)
+print(region.pause().copied_bytes, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_processes_keep_one_copy(fresh: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path))
+    settings = environment(MEMSAVER_POOL_DIR=str(tmp_path))
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", OTHER], env=settings, **pipes) as other:
+        assert int(other.stdout.readline()) == 40 * MIB  # type: ignore[union-attr]
+        region = fresh("teacher", "host", same_as="teacher")
+        tensor = region.empty((40 * MIB,), torch.uint8).copy_(torch.arange(40 * MIB, device="cuda") % 251)
+        tensor[9 * MIB] ^= 1
+        with pytest.raises(memsaver.SameError) as raised:
+            region.pause()
+        assert (raised.value.block, region.state) == (1, "active")
+        tensor[9 * MIB] ^= 1
+        assert region.pause().copied_bytes == 0
+        assert host_bytes("host_common_bytes") == 40 * MIB
+        other.kill()
+    region.resume()
+    assert bool((tensor == torch.arange(40 * MIB, device="cuda") % 251).all())
+
+
+def test_a_common_copy_has_the_bytes_of_tensors_alone(
+    fresh: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path))
+    region = fresh("teacher", "host", same_as="teacher")
+    held = random_tensors(region, 20, 10 * MIB + 24)  # torch rounds their blocks up
+    expected = sums(held)
+    assert region.pause().copied_bytes == 20 * (10 * MIB + 24)
+    region.resume()
+    assert sums(held) == expected
+    assert region.pause().copied_bytes == 0
+    region.resume()
+    held[3].add_(1)
+    assert 0 < region.pause().copied_bytes <= 3 * 8 * MIB
+    region.resume()
+    assert sums(held[:3] + held[4:]) == expected[:3] + expected[4:]

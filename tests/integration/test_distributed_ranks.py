@@ -28,8 +28,8 @@ TIMEOUT = timedelta(seconds=60)
 class Member(Colocated):
     """Dies in the step whose name it is given."""
 
-    def __init__(self, tag: str) -> None:
-        self.buffer = Buffer(tag, 4 * MIB)
+    def __init__(self, tag: str, nbytes: int = 4 * MIB, **options: Any) -> None:
+        self.buffer = Buffer(tag, nbytes, **options)
         self.buffer.fill(1)
         self.dies = ""
 
@@ -125,3 +125,30 @@ def test_the_example_runs_under_torchrun() -> None:
         for rank in range(2)
         for line in ("in rollout: kv_cache active, params paused", "in train: kv_cache paused, params active")
     ]
+
+
+def _share(rank: int, port: int) -> None:
+    os.environ["RANK"] = str(rank)
+    store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    member = Member("reference", 20 * MIB, same_as="model")
+    phases: dict[str, Any] = {"score": {"engine": ["reference"]}, "train": {}}
+    group = Group(phases=phases, store=store, rank=rank, world_size=3, engine=member)
+    group.enter("score", timeout=60)
+    member.buffer.array[9 * MIB] ^= rank == 1
+    with pytest.raises(memsaver.Error, match=r"in block 1 .*, rank 1\) differ from the others") as raised:
+        group.enter("train", timeout=60)
+    assert isinstance(raised.value.__cause__, memsaver.SameError)
+    assert member.buffer.region.state == "active"
+    member.buffer.array[9 * MIB] ^= rank == 1
+    turn = group.enter("train", timeout=60)
+    assert sorted(each.copied_bytes for each in turn.paused["engine"]) == [4 * MIB, 8 * MIB, 8 * MIB]
+    group.enter("score", timeout=60)
+    assert member.buffer.holds(1)
+
+
+def test_ranks_with_equal_contents_write_a_share_each_and_one_that_differs_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path))
+    with store_server() as (_, port), ranks(_share, 3, port):
+        pass

@@ -41,6 +41,11 @@ class Slow(Member):
         super().__init__(*arguments)
 
 
+class Same(Member):
+    def __init__(self, device: str) -> None:
+        super().__init__(device, "reference", 20 * MIB, same_as=f"model of actors on {device}")
+
+
 class Hanging(Member):
     """Hangs in the drain, or with a guest that leaves, as long as there is a file of that name."""
 
@@ -292,3 +297,21 @@ def test_the_actors_of_a_ray_job_use_its_broker_by_runtime_env(spawn: Spawn) -> 
     (path,) = pools.glob("*/*.sock")
     assert (path.parent.name, len(caller.status(path)["clients"])) == ("job-of-ray", 2)
     shutil.rmtree(pools)
+
+
+def test_actors_with_equal_contents_keep_one_copy_and_one_that_differs_is_named(spawn: Spawn) -> None:
+    device = fresh_device()
+    actors = [spawn(Same, device) for _ in range(3)]
+    group = Group(engine=actors, phases={"score": {"engine": ["reference"]}, "train": {}})
+    group.enter("score")
+    ray.get(actors[1].do.remote("self.buffer.array.__setitem__(9 << 20, ~self.buffer.array[9 << 20])"))
+    error = fails(group, "train", r"in block 1 .* differ from the others; nothing has changed")
+    found: Any = error.__cause__
+    assert isinstance(found, memsaver.SameError)
+    assert [pid for pid, _, _ in found.processes] == [ray.get(actors[1].do.remote("os.getpid()"))]
+    ray.get(actors[1].do.remote("self.buffer.fill(1)"))
+    turn = group.enter("train")
+    assert sorted(each.copied_bytes for each in turn.paused["engine"]) == [4 * MIB, 8 * MIB, 8 * MIB]
+    ray.kill(actors[0])
+    ray.get([each.resume.remote() for each in actors[1:]])
+    assert look(*actors[1:]) == ["active"] * 2

@@ -54,6 +54,17 @@ def test_free_blocks_are_not_copied(region: memsaver.Region) -> None:
     assert region.pause(backup="host").copied_bytes == BYTES - 2 * MIB
 
 
+def test_ends_of_blocks_have_no_place_in_a_common_copy(
+    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
+) -> None:
+    [(begin, nbytes)] = region._core.live()
+    block = {"address": begin, "size": nbytes, "requested_size": nbytes - 5000, "state": "active_allocated"}
+    monkeypatch.setattr(torch_pools, "snapshot", lambda pool_id: [{"blocks": [block] if pool_id == (7, 7) else []}])
+    assert adapter().live(region) is None
+    monkeypatch.setattr(region, "same_as", "model")
+    assert adapter().live(region) == [(begin, nbytes - 5000)]
+
+
 @pytest.mark.parametrize("capturing", [False, True])
 def test_free_blocks_are_returned_outside_of_captures(
     monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, capturing: bool

@@ -1,0 +1,242 @@
+"""``same_as`` in one process. For several processes see tests/integration/test_same.py."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import memsaver
+from memsaver._torch.checksums import block_sums
+from memsaver.broker import discovery
+from tests import controls
+from tests.support import KIB, MIB, Block, Sweep, blocks, host_held_bytes
+
+BLOCK = 8 * MIB
+SIZES = [70 * MIB, 3 * KIB, 90 * MIB + 512, 5 * MIB]  # several batches of copies
+Make = Callable[..., memsaver.Region]
+
+
+@pytest.fixture(autouse=True)
+def own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Other runs of these tests use the same names at the same time."""
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path / "pools"))
+
+
+def sums(*arrays: np.ndarray) -> list[int]:
+    return block_sums("cpu", [(each.ctypes.data, each.nbytes) for each in arrays], BLOCK)
+
+
+def check(held: list[Block]) -> None:
+    for each in held:
+        each.check()
+
+
+def common_bytes() -> int:
+    return memsaver.stats().devices["cpu"].host_common_bytes
+
+
+def test_blocks_that_have_not_changed_are_not_copied_again(make: Make, tag: str) -> None:
+    region, free = make("host", same_as=tag), common_bytes()
+    held = blocks(region, SIZES)
+    before, total = host_held_bytes(), sum(SIZES)
+    assert region.pause().copied_bytes == total
+    assert (host_held_bytes(), common_bytes()) == (before, free + -(-total // BLOCK) * BLOCK)
+    assert region.resume().copied_bytes == total
+    check(held)
+    assert region.pause().copied_bytes == 0
+    region.resume()
+    held[0].tensor[20 * MIB] += 1
+    held[0].expected = held[0].tensor.numpy().copy()
+    assert region.pause().copied_bytes == BLOCK
+    region.resume()
+    check(held)
+    held += blocks(region, [40 * MIB], 9)  # the memory grows
+    del held[1]
+    region.pause()
+    region.resume()
+    check(held)
+    held.clear()
+    region.close()
+    assert common_bytes() == free
+
+
+def test_calls_that_fail_lose_no_contents(make: Make, tag: str) -> None:
+    region = make("host", same_as=tag)
+    held = blocks(region, [BLOCK, 3 * KIB, 5 * MIB])
+    for number, _ in enumerate(Sweep("error", region.pause)):
+        region.pause()
+        region.resume()
+        check(held)
+        held[2].fill(number)
+        memsaver.release_host_memory()
+    region.pause()
+    for _ in Sweep("error", region.resume):
+        region.resume()
+        check(held)
+        region.pause()
+
+
+def test_a_comparison_waits_for_work_in_flight_up_to_the_bound(make: Make, tag: str) -> None:
+    region = make("host", same_as=tag)
+    [block] = blocks(region, [3 * MIB])
+    stream = controls.stream_create()
+    controls.stream_write(stream, block.address + MIB, MIB, 7)
+    with pytest.raises(memsaver.WaitTimeoutError) as raised:
+        region.pause(timeout=0.1)
+    assert (raised.value.stage, region.state) == ("device", "active")
+    controls.stream_release(stream)
+    block.expected[MIB : 2 * MIB] = 7
+    controls.stream_write(stream, block.address, KIB, 8, 0.2)
+    block.expected[:KIB] = 8
+    region.pause()
+    region.resume()
+    block.check()
+    assert region.pause().copied_bytes == 0  # the sums were those of the contents
+    region.resume()
+
+
+def test_a_pause_that_fails_keeps_no_copy(make: Make, tag: str) -> None:
+    region, other = make("host", same_as=tag), make("host")
+    held = blocks(region, [BLOCK]) + blocks(other, [BLOCK])
+    region.pause()
+    region.resume()
+    memsaver.release_host_memory()
+    memsaver.configure(host_limit=BLOCK)
+    with pytest.raises(memsaver.BackupError) as raised:
+        memsaver.pause([region, other])
+    assert region._common.leave() == BLOCK  # also while the traceback lives
+    assert raised.value.regions == (region.tag, other.tag)
+    check(held)
+
+
+def test_other_policies_of_a_pause(make: Make, tag: str, tmp_path: Path) -> None:
+    region, before = make("host", same_as=tag), common_bytes()
+    [block] = blocks(region, [3 * MIB])
+    with pytest.raises(ValueError, match=rf"lazy is True for {region.tag!r}, .* same_as={tag!r}, expected False"):
+        region.pause(lazy=True)
+    memsaver.configure(lazy=True)  # of the other regions
+    assert region.pause().copied_bytes == 3 * MIB
+    memsaver.configure(lazy=False)
+    region.resume()
+    region.pause(backup="none", lazy=True)
+    region.resume()
+    block.fill(2)
+    memsaver.configure(disk_dir=str(tmp_path))
+    region.pause(backup="disk")
+    region.resume()
+    block.check()
+    assert common_bytes() == before + BLOCK
+    memsaver.configure(verify=True)
+    region.pause()
+    region.resume()
+    memsaver.configure(verify=False)
+    block.check()
+
+
+def test_the_copy_is_read_and_not_written(make: Make, tag: str) -> None:
+    region = make("host", same_as=tag)
+    held = blocks(region, [BLOCK - KIB, 3 * MIB])
+    region.pause()
+    with pytest.raises(memsaver.BackupError, match="other processes use the same memory: use clone=True"):
+        memsaver.cpu_backup(held[1].tensor)
+    for each in held:
+        assert np.array_equal(memsaver.cpu_backup(each.tensor, clone=True).numpy(), each.expected)
+    region.resume()
+
+
+def test_a_frozen_region_is_compared_once(make: Make, tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    region = make("host", same_as=tag, frozen=True)
+    held = blocks(region, [BLOCK + 512])
+    region.pause()
+    region.resume()
+    with monkeypatch.context() as patch:
+        patch.setattr("memsaver._torch.checksums.block_sums", None)
+        assert region.pause().copied_bytes == 0
+    region.resume()
+    check(held)
+    region.thaw()
+    held[0].fill(3)
+    assert region.pause().copied_bytes == BLOCK + 512
+    region.resume()
+    check(held)
+
+
+def test_a_switch_moves_the_copy_out_and_in(make: Make, tag: str) -> None:
+    one, other = make("host", same_as=tag), make("host", same_as=tag + "b")
+    first, second = blocks(one, [BLOCK, KIB]), blocks(other, [BLOCK + KIB], 7)
+    one.pause()
+    for _ in range(2):
+        memsaver.switch(pause=other, resume=one)
+        check(first)
+        memsaver.switch(pause=one, resume=other)
+        check(second)
+
+
+def test_wrong_arguments(make: Make, tag: str) -> None:
+    for backup in ("none", "disk"):
+        with pytest.raises(ValueError, match=f"same_as is {tag!r} and backup is {backup!r}, expected 'host'"):
+            make(backup, same_as=tag)
+    for wrong, kind in ((3, TypeError), ("", ValueError), ("a\n", ValueError)):
+        with pytest.raises(kind, match="same_as is "):
+            make("host", same_as=wrong)
+    region = make("host", same_as=tag)
+    with pytest.raises(ValueError, match=f"same_as is {tag!r}, which region {region.tag!r} of this process has on cpu"):
+        make("host", same_as=tag)
+    with pytest.raises(ValueError, match=f"same_as is 'x', but region {region.tag!r} was made with {tag!r}"):
+        make("host", region.tag, same_as="x")
+    assert make("host", region.tag) is region
+
+
+def test_a_process_of_another_pid_namespace_is_refused(make: Make, tag: str) -> None:
+    make("host", same_as=tag)
+    code = f"import memsaver; memsaver.region('a', 'cpu', 'host', same_as={tag!r})"
+    command = ["unshare", "--user", "--map-current-user", "--pid", "--fork", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    if "unshare" in done.stderr.splitlines()[-1]:
+        pytest.skip("this system makes no pid namespaces")
+    assert "a process in another pid namespace has it" in done.stderr
+
+
+def test_every_changed_byte_changes_a_sum_of_its_block_alone() -> None:
+    array = np.frombuffer(random.Random(1).randbytes(2 * BLOCK + 5001), np.uint8).copy()
+    before = sums(array)
+    assert len(before) == 6
+    for at in (0, 1, 8191, 8192, BLOCK - 1, BLOCK, 2 * BLOCK + 5000):
+        for bit in (1, 128):
+            array[at] ^= bit
+            after = sums(array)
+            array[at] ^= bit
+            changed = [number for number in range(6) if before[number] != after[number]]
+            assert changed == [at // BLOCK * 2, at // BLOCK * 2 + 1]
+
+
+def test_changes_that_a_plain_sum_misses_change_the_sums() -> None:
+    words = np.arange(BLOCK // 8, dtype=np.int64)
+    before = sums(words)
+    for change in ([5, 2000], [5, 6], [1024, 2048]):  # within a row, and over rows
+        for act in (lambda pair: pair[::-1].copy(), lambda pair: pair ^ np.int64(-(1 << 63)), lambda pair: pair ^ 1):
+            kept = words[change].copy()
+            words[change] = act(kept)
+            assert all(one != other for one, other in zip(before, sums(words)))
+            words[change] = kept
+    assert sums(np.zeros(100, np.uint8)) != sums(np.zeros(101, np.uint8))
+
+
+def test_sums_do_not_depend_on_the_parts() -> None:
+    array = np.frombuffer(random.Random(2).randbytes(BLOCK + 3000), np.uint8)
+    parts = [array[:3], array[3 : BLOCK - 1], array[BLOCK - 1 :]]
+    assert sums(*(each.copy() for each in parts)) == sums(array)
+
+
+def test_the_file_is_of_the_job(tag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path))
+    one = discovery.common_path(tag)
+    monkeypatch.setenv("MEMSAVER_JOB", "job")
+    assert one.parent == tmp_path and discovery.common_path(tag) == tmp_path / "job-job" / one.name
+    assert discovery.common_path(tag + "x").name != one.name
