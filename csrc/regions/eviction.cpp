@@ -109,6 +109,7 @@ bool Region::may_evict() const {
 void Region::begin_eviction() {
   std::lock_guard lock(device.mutex);
   evicting_ = true;
+  offered_before_ = offered_bytes_;
   ++device.evicting;
   device.resting.sweep_begins();  // for demands that look meanwhile
 }
@@ -124,7 +125,8 @@ void Region::end_eviction() {
     core().changed.notify_all();
   }
   sweep_offered();
-  device.resting.sweep_ended();
+  // A demand that saw memory come back would try again for ever, if copies are impossible.
+  device.resting.sweep_ended(offered_bytes() < offered_before_);
   --device.evicting;
 }
 

@@ -261,6 +261,7 @@ class Region : public RegionOptions {
   std::atomic<bool> closed_ = false;
   std::atomic<std::size_t> mapped_ = 0;
   std::atomic<std::size_t> offered_bytes_ = 0;
+  std::size_t offered_before_ = 0;  // the eviction under way
   std::atomic<bool> evicting_ = false;
   bool claimed_ = false;  // by its resume: no eviction can begin. Guarded by Core::mutex
   std::atomic<std::uint64_t> demand_ = 0;

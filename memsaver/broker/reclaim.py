@@ -165,4 +165,6 @@ class Reclaim:
             del self._told[self._head[0]]  # the client has the holders as they were
 
     def offers(self, client: Client, message: Message) -> None:
+        if message.words[0] > client.offered_bytes:
+            self._ended_at = 0.0  # the next round begins now: a client that resumes soon takes its chunks back
         client.offered_bytes = message.words[0]

@@ -242,6 +242,34 @@ def test_a_resume_that_waits_gets_chunks_that_are_offered_later_and_those_of_the
         one.run(f"memsaver.configure(memory_timeout=60); hold('b', {64 * MIB}, 'host', 2).check()")
 
 
+def test_chunks_that_cannot_be_copied_stay_and_demands_of_their_process_end() -> None:
+    with Local(128 * MIB) as broker, Worker(broker) as one:
+        one.run(f"kept = hold('none', {96 * MIB}); memsaver.pause(); held = hold('a', {64 * MIB}, 'host', 1)")
+        one.run("memsaver.pause('a', lazy=True); memsaver.configure(host_limit=1 << 20)")
+        for demand in (f"memsaver.region('b', 'cpu')._core.allocate_array({96 * MIB})", "memsaver.resume('none')"):
+            assert one.fails(demand).startswith("OutOfMemoryError")
+        assert figures(one) == [0, 64, 0]
+        one.run("memsaver.resume('a'); held.check()")
+
+
+def test_a_process_that_waits_comes_between_a_lazy_pause_and_the_next_resume() -> None:
+    """The clients take turns: as many turns of the one as of the other, within a few."""
+    with Local(96 * MIB) as broker, Worker(broker) as one, Worker(broker) as two:
+        for worker in (one, two):
+            worker.run(f"held = hold('a', {64 * MIB}, 'host', {worker.pid}); memsaver.pause()")
+        one.run("memsaver.resume()")
+        two.send("memsaver.resume(memory_timeout=60); held.check()")
+        until(lambda: is_waiting(broker, two))
+        for turns in range(1, 100):
+            one.run("memsaver.pause(lazy=True); time.sleep(0.02)")
+            if not is_waiting(broker, two):
+                break
+            one.run("memsaver.resume(memory_timeout=60)")
+        assert turns < 10
+        two.answer()
+        one.run("memsaver.pause()")
+
+
 def test_an_allocation_beyond_the_pool_is_out_of_memory_and_names_the_holders(broker: Local) -> None:
     with Worker(broker, f"held = hold('a', {LARGE})") as one, Worker(broker, "region = memsaver.region('b')") as two:
         assert two.run("hooks = Hooks(region); print(hooks.alloc(32 * MIB))") == "None"
