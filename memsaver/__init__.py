@@ -65,6 +65,7 @@ from memsaver.turns.phases import define_phase, phase  # noqa: E402
 if TYPE_CHECKING:
     from memsaver import drop_in as drop_in
     from memsaver import guests as guests
+    from memsaver import metrics as metrics
     from memsaver._torch.default_pool import default_pool
     from memsaver._torch.graphs import CUDAGraph, graph
     from memsaver._torch.stale import check_written, name_tensors
@@ -99,7 +100,7 @@ except (AttributeError, RuntimeError):  # another Python, which lacks it; or the
 def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:  # loaded on the first access
         return getattr(_adapter.with_torch(_WITH_TORCH[name]), name)
-    if name in ("drop_in", "guests"):
+    if name in ("drop_in", "guests", "metrics"):
         return import_module(f"memsaver.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

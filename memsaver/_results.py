@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -219,12 +219,16 @@ class Recorder:
 
     def end(self, outcome: str, error: BaseException | None = None, **nbytes: int) -> None:
         """Notes the end. Later calls have no effect."""
-        if self._ended is None:
+        with _adding:
+            if self._ended is not None:
+                return
             text = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
+            core = self.core()
+            events = () if core is None else core.events
             self._ended = self._record(outcome, text, **nbytes)
-            if self._trace is not None and self._begun is not None:
-                core = self.core()
-                self._trace.transition(self._begun, self._since, self._ended, () if core is None else core.events)
+            _add(self._ended, error, events)
+        if self._trace is not None and self._begun is not None:
+            self._trace.transition(self._begun, self._since, self._ended, events)
 
     def record(self) -> TransitionRecord:
         if self._ended is None and self.core() is None:
@@ -247,6 +251,33 @@ class Recorder:
 
 _numbers = itertools.count(1)
 _recorders: deque[Recorder] = deque(maxlen=_KEPT)
+_totals: defaultdict[tuple[str, ...], float] = defaultdict(float)  # by figure and its labels
+_adding = threading.RLock()  # a finalizer may end another transition in the thread that has it
+os.register_at_fork(before=_adding.acquire, after_in_parent=_adding.release, after_in_child=_adding.release)
+
+
+def _add(ended: TransitionRecord, error: BaseException | None, events: Iterable[tuple[Any, ...]]) -> None:
+    kind = "switch" if ended.pause and ended.resume else "pause" if ended.pause else "resume"
+    _totals["transitions", kind, ended.outcome] += 1
+    _totals["transitions_seconds", kind, ended.outcome] += ended.seconds
+    for stage in ended.stages:
+        _totals["stages", stage.name] += 1
+        _totals["stages_seconds", stage.name] += stage.seconds
+    if error is not None:
+        _totals["failures", type(error).__name__] += 1
+    _totals[("released_bytes",)] += ended.released_bytes
+    _totals[("restored_bytes",)] += ended.restored_bytes
+    for _, what, began, until, nbytes, _ in events:  # of the core: "waits", "copies in" or "copies out"
+        name, *direction = what.split()
+        _totals[name, *direction] += 1
+        _totals[f"{name}_seconds", *direction] += until - began
+        _totals[f"{name}_bytes", *direction] += nbytes
+
+
+def totals() -> dict[tuple[str, ...], float]:
+    """Sums over all transitions that have ended, by figure and its labels. They never decrease."""
+    with _adding:
+        return dict(_totals)
 
 
 def history() -> list[TransitionRecord]:

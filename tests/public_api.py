@@ -19,6 +19,13 @@ except ImportError:
 else:
     _RAY = memsaver.ray.__all__
 
+try:
+    import memsaver.metrics
+except ImportError:
+    _METRICS: list[str] = []
+else:
+    _METRICS = memsaver.metrics.__all__
+
 # The other names are those of memsaver.ray as well.
 _DISTRIBUTED = [
     name
@@ -99,4 +106,5 @@ def public_names() -> list[Name]:
     found += [Name(f"memsaver.guests.{name}", getattr(memsaver.guests, name)) for name in memsaver.guests.__all__]
     found += [Name(f"memsaver.ray.{name}", getattr(memsaver.ray, name)) for name in _RAY]
     found += [Name(f"memsaver.distributed.{name}", getattr(memsaver.distributed, name)) for name in _DISTRIBUTED]
+    found += [Name(f"memsaver.metrics.{name}", getattr(memsaver.metrics, name)) for name in _METRICS]
     return [*found, *(member for each in found if each.is_class for member in _members(each.name, each.value))]

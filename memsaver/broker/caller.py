@@ -130,9 +130,9 @@ class Caller:
         return RefusedError(f"did not answer within {self.timeout_s:g} s", "timeout")
 
 
-def status(path: Path) -> dict[str, Any]:
+def status(path: Path, timeout_s: float = _ADMIN_S) -> dict[str, Any]:
     """The status of the pool of the broker at ``path``: see ``StatusReporter``. Raises BrokerError."""
-    found: dict[str, Any] = json.loads(_asked(path, "status").text)
+    found: dict[str, Any] = json.loads(_asked(path, "status", timeout_s=timeout_s).text)
     return found
 
 
@@ -144,9 +144,9 @@ def release_idle(path: Path, keep_bytes: int = 0) -> int:
     return _asked(path, "trim", keep_bytes).words[1]
 
 
-def _asked(path: Path, kind: str, *words: int) -> Message:
+def _asked(path: Path, kind: str, *words: int, timeout_s: float = _ADMIN_S) -> Message:
     try:
-        caller = Caller(str(path), path.stem, _ADMIN_S)
+        caller = Caller(str(path), path.stem, timeout_s)
         try:
             return caller.call(kind, *words)
         finally:

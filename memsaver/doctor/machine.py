@@ -16,7 +16,7 @@ from memsaver.broker import caller, discovery
 from memsaver.errors import BrokerError, ConfigError, DriverError
 from memsaver.process_names import process_name
 
-_COMMAND = re.compile(rb"(^|[\0/])memsaver\0(broker|top|doctor|trim|config|drop-in)\0")
+_COMMAND = re.compile(rb"(^|[\0/])memsaver\0(broker|top|doctor|trim|config|drop-in|serve-metrics)\0")
 SHELL = "this shell"
 _MOST_NAMES = 4  # in a line
 

@@ -36,7 +36,7 @@ SOURCES = [
     for path in (ROOT / folder).rglob("*.*")
     if path.suffix in (".py", ".h", ".cpp", ".sh")
 ]
-MODULES = ("memsaver", "memsaver.ray", "memsaver.guests", "memsaver.distributed")
+MODULES = ("memsaver", "memsaver.ray", "memsaver.guests", "memsaver.distributed", "memsaver.metrics")
 # Pages with figures that are measured here; each section names its origin.
 MEASURED = ["README.md", "docs/benchmarks.md"]
 # Pages with figures in their text; the page names hardware and date once.
@@ -68,8 +68,8 @@ def _snippets(text: str) -> list[str]:
 
 
 def _exported(module: str) -> set[str]:
-    if module == "memsaver.ray":
-        pytest.importorskip("ray")
+    if module in ("memsaver.ray", "memsaver.metrics"):
+        pytest.importorskip({"memsaver.ray": "ray", "memsaver.metrics": "prometheus_client"}[module])
     return set(importlib.import_module(module).__all__)
 
 
