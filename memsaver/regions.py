@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 
 from memsaver import _core, _guests
 from memsaver._adapter import adapter, loaded, wanted
-from memsaver.broker import discovery, pool_client
+from memsaver.broker import pool_client
 from memsaver.errors import Error, RegionPausedError, WaitTimeoutError
 from memsaver.policies import (
     BACKUPS,
@@ -593,6 +593,8 @@ def _common_memory(name: str, tag: str, device: str) -> Any:
             raise ValueError(f"same_as is {name!r}, which region {each.tag!r} of this process has on {each.device}")
     rank = os.environ.get("RANK", "")  # of torch.distributed
     what = f"region {tag!r} with same_as={name!r}"
+    from memsaver.broker import discovery  # at the first use: an import of memsaver loads little
+
     path = str(discovery.common_path(name))
     return _core.common_memory(device, path, what, int(rank) if rank.isdecimal() else -1)
 
