@@ -152,5 +152,6 @@ def _asked(path: Path, kind: str, *words: int, timeout_s: float = _ADMIN_S) -> M
         finally:
             caller.close()
     except RefusedError as error:
-        text = f"the broker at {path} {error}"
-        raise BrokerError(checked(text) if error.code == "version" else text, path=str(path)) from None
+        if error.code == "version":
+            raise BrokerError(checked(f"the broker at {path} refuses: {error}"), path=str(path)) from None
+        raise BrokerError(f"the broker at {path} {error}", path=str(path)) from None
