@@ -466,6 +466,8 @@ def test_a_store_that_hangs_ends_the_call_at_its_bound(
         group = Group(phases=phases, engine=Colocated(), store=store, rank=0, world_size=1)
         group.enter("on", timeout=60)
         os.kill(server.pid, signal.SIGSTOP)
+        states = [each / "stat" for each in Path(f"/proc/{server.pid}/task").iterdir()]
+        until(lambda: all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in states))
         errors: list[BaseException] = []
 
         def enter() -> None:
