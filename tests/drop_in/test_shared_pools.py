@@ -83,7 +83,8 @@ def test_engine_wakes_with_zeros_where_it_kept_no_contents(engine: str, tmp_path
             mine.run(away)
             assert int(trainer.run("fill()")) >= NBYTES
             mine.send(back)
-            until(lambda: trainer.run("print(any(each['waiting'] for each in own_status()['clients']))") == "True")
+            waits = "print(any(each['waiting'] for each in own_status()['clients']))"
+            until(lambda: trainer.run(waits) == "True", within_s=20)  # noqa: B023
             trainer.run("give_back()")
             assert mine.answer() == ""
             for found in mine.run("values()").split():
