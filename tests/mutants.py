@@ -141,6 +141,14 @@ MUTANTS = [
         ["unit/test_transitions.py::test_a_capture_that_torch_did_not_begin_can_be_announced"],
     ),
     Mutant(
+        "without_marks_the_sweep_of_another_thread_is_not_awaited",
+        "resting: before CUDA 12.5 an allocation fails while another thread returns memory that both waited for",
+        "csrc/regions/resting.cpp",
+        "if (reap(freed) || given_back_ != seen) return true;",
+        "if (reap(freed) || given_back_ != seen || MUTANT) return given_back_ != seen;",
+        ["unit/test_resting.py::test_two_allocations_wait_for_the_same_freed_memory_without_marks"],
+    ),
+    Mutant(
         "freed_memory_serves_at_once",
         "resting: a mark counts as passed once it is set",
         "csrc/regions/resting.cpp",

@@ -713,6 +713,14 @@ REWRITES = [
         ["integration/test_reclaim.py::test_a_later_demand_waits_while_clients_may_give_offers"],
     ),
     Rewrite(
+        "unnamed_memory_of_vllm_is_checked",
+        "vLLM: buffers of its runner in the region of the weights count as unwritten",
+        "memsaver/drop_in/vllm/worker.py",
+        "only_named=True",
+        "only_named=False",
+        ["drop_in/test_vllm_worker.py::test_the_first_forward_pass_after_a_wake_up_needs_all_tensors_of_the_model"],
+    ),
+    Rewrite(
         "the_doctor_counts_pinned_memory_twice",
         "doctor: backups need all of their bytes, although the process holds pinned memory",
         "memsaver/doctor/host.py",

@@ -252,24 +252,6 @@ def test_chunks_that_cannot_be_copied_stay_and_demands_of_their_process_end() ->
         one.run("memsaver.resume('a'); held.check()")
 
 
-def test_a_process_that_waits_comes_between_a_lazy_pause_and_the_next_resume() -> None:
-    with Local(96 * MIB) as broker, Worker(broker) as one, Worker(broker) as two:
-        for worker in (one, two):
-            worker.run(f"held = hold('a', {64 * MIB}, 'host', {worker.pid}); memsaver.pause()")
-        one.run("memsaver.resume()")
-        two.send("memsaver.resume(memory_timeout=60); held.check()")
-        until(lambda: is_waiting(broker, two))
-        for _ in range(20):
-            one.run("memsaver.pause(lazy=True); time.sleep(0.05)")
-            if not is_waiting(broker, two):
-                break
-            one.run("memsaver.resume(memory_timeout=60)")
-        else:
-            raise AssertionError("one client had twenty turns, the other one none")
-        two.answer()
-        one.run("memsaver.pause()")
-
-
 def test_an_allocation_beyond_the_pool_is_out_of_memory_and_names_the_holders(broker: Local) -> None:
     with Worker(broker, f"held = hold('a', {LARGE})") as one, Worker(broker, "region = memsaver.region('b')") as two:
         assert two.run("hooks = Hooks(region); print(hooks.alloc(32 * MIB))") == "None"
