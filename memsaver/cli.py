@@ -391,10 +391,10 @@ def _lines(found: dict[str, Any]) -> list[str]:
     head = f"{found['device']} ({found['uuid']})"
     if "clients" not in found:
         return [f"{head}, {gib(found['total_bytes'])}, without a shared pool", *_table(found["ledger"], [])]
-    free = found["capacity_bytes"] - found["total_bytes"] + found["idle_bytes"]
+    free = gib(caller.free_bytes(found))
     return [
         f"{head}, broker pid {found['pid']}",
-        f"  capacity {gib(found['capacity_bytes'])}, free {gib(free)}, of that {gib(found['idle_bytes'])} idle",
+        f"  capacity {gib(found['capacity_bytes'])}, free {free}, of that {gib(found['idle_bytes'])} idle",
         *_table(found["ledger"], found["clients"]),
     ]
 

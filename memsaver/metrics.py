@@ -169,7 +169,7 @@ class PoolCollector(Collector):
             "pool_free_bytes",
             "The part of the capacity that no client has",
             labels,
-            [(values, pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"]) for values, pool in each_pool],
+            [(values, caller.free_bytes(pool)) for values, pool in each_pool],
         )
         of_process = (*labels, "pid", "process")
         yield _gauge(

@@ -51,7 +51,7 @@ struct CommonMemory::Head {
   std::array<Member, kMostMembers> members;
 };
 
-// What the memory of a block holds, also beyond the end of the contents.
+// A row of the table: the sum of a block's memory, also beyond the end of the contents, and the state of its copy.
 struct CommonMemory::Row {
   Sum sum;
   std::atomic<std::uint32_t> state;
@@ -283,7 +283,7 @@ std::optional<std::size_t> CommonMemory::first_difference(std::size_t bytes, con
   return others == sums.size() ? others - 1 : least;
 }
 
-// If the process dies within it, no member relies on the contents, and each row still tells what its block holds.
+// If the process dies in this function, no member relies on the contents, and a row in state kDone has its block's sum.
 void CommonMemory::begin_epoch(std::size_t bytes, const std::vector<Sum>& sums) const {
   for (std::size_t block = 0; block < sums.size(); ++block) {
     Row& row = rows_[block];

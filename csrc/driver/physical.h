@@ -44,7 +44,7 @@ class PhysicalMemory {
   std::map<int, cuda::AllocationHandle> handles_;  // by descriptor
 };
 
-// What a GPU offers to memsaver, without an error where something is missing.
+// The features of a GPU that memsaver uses. A missing feature is no error.
 struct GpuFacts {
   std::string name;  // the driver's; that of a part of a GPU has "MIG" in it
   bool virtual_memory, posix, fabric, mps;

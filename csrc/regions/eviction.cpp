@@ -90,13 +90,14 @@ Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
 // The mark of an eviction. Core::mutex is held at the construction.
 class Evicting {
  public:
-  explicit Evicting(Region& region) : region_(region) { region.begin_eviction(); }
-  ~Evicting() { region_.end_eviction(); }
+  explicit Evicting(Region& region) : region_(region), before_(region.offered_bytes()) { region.begin_eviction(); }
+  ~Evicting() { region_.end_eviction(before_); }
   Evicting(const Evicting&) = delete;
   Evicting& operator=(const Evicting&) = delete;
 
  private:
   Region& region_;
+  const std::size_t before_;  // offered bytes
 };
 
 }  // namespace
@@ -109,12 +110,11 @@ bool Region::may_evict() const {
 void Region::begin_eviction() {
   std::lock_guard lock(device.mutex);
   evicting_ = true;
-  offered_before_ = offered_bytes_;
   ++device.evicting;
   device.resting.sweep_begins();  // for demands that look meanwhile
 }
 
-void Region::end_eviction() {
+void Region::end_eviction(std::size_t offered_before) {
   {
     std::lock_guard lock(core().mutex);
     {
@@ -126,7 +126,7 @@ void Region::end_eviction() {
   }
   sweep_offered();
   // A demand that saw memory come back would try again for ever, if copies are impossible.
-  device.resting.sweep_ended(offered_bytes() < offered_before_);
+  device.resting.sweep_ended(offered_bytes() < offered_before);
   --device.evicting;
 }
 

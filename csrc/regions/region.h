@@ -89,7 +89,7 @@ class Region : public RegionOptions {
   bool may_evict() const;
   bool evicting() const { return evicting_; }
   void begin_eviction();
-  void end_eviction();  // without the lock
+  void end_eviction(std::size_t offered_before);  // without the lock
   void claim(bool claimed) { claimed_ = claimed; }
   std::size_t offered_bytes() const { return offered_bytes_; }
   std::vector<Slot> offered_slots() const;
@@ -261,7 +261,6 @@ class Region : public RegionOptions {
   std::atomic<bool> closed_ = false;
   std::atomic<std::size_t> mapped_ = 0;
   std::atomic<std::size_t> offered_bytes_ = 0;
-  std::size_t offered_before_ = 0;  // the eviction under way
   std::atomic<bool> evicting_ = false;
   bool claimed_ = false;  // by its resume: no eviction can begin. Guarded by Core::mutex
   std::atomic<std::uint64_t> demand_ = 0;

@@ -113,7 +113,7 @@ bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
       } catch (const Error&) {
         return false;
       }
-      if (reap(freed) || given_back_ != seen) return true;  // else another thread sweeps what this wait has freed
+      if (reap(freed) || given_back_ != seen) return true;  // otherwise another thread returns the memory
     } else {
       sleep_for(std::min<Clock::duration>(pause, deadline - at));
     }

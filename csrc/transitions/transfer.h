@@ -55,7 +55,7 @@ class Stages {
     return begun_;
   }
 
-  // What happened on a device beside the stages, in seconds from the construction.
+  // Copies or a wait of a device, for a trace. Times are seconds from the construction.
   struct Event {
     std::string device, kind;  // "copies out", "copies in", or "waits"
     double began, ended;

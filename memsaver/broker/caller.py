@@ -7,6 +7,7 @@ import os
 import secrets
 import select
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,11 @@ def status(path: Path, timeout_s: float = _ADMIN_S) -> dict[str, Any]:
     """The status of the pool of the broker at ``path``: see ``StatusReporter``. Raises BrokerError."""
     found: dict[str, Any] = json.loads(_asked(path, "status", timeout_s=timeout_s).text)
     return found
+
+
+def free_bytes(pool: Mapping[str, Any]) -> int:
+    """The part of a pool's capacity that no client has, by its status."""
+    return int(pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"])
 
 
 def release_idle(path: Path, keep_bytes: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Checks of the driver, of what the GPUs offer, and of the processes that hold device memory."""
+"""Checks of the driver, of the features of GPUs, and of the processes that hold device memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FULL = 10  # a device with less than a tenth free is full
 
 
 def driver(machine: Machine) -> Iterator[Finding]:
-    """The driver, its CUDA version, and what each GPU offers."""
+    """The driver, its CUDA version, and the features of each GPU."""
     module = re.search(r"Module\s+(?:for \S+\s+)?([\d.]+)", machine.text("/proc/driver/nvidia/version") or "")
     visible = machine.variables.get("CUDA_VISIBLE_DEVICES")
     text = f"kernel module {module[1]}" if module else "no kernel module"

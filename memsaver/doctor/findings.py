@@ -1,4 +1,4 @@
-"""Findings of ``memsaver doctor``: what a check found, how bad it is, and the remedy."""
+"""Findings of ``memsaver doctor``: the subject, the state, the value and the remedy."""
 
 from __future__ import annotations
 

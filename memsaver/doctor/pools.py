@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from memsaver.broker import discovery
+from memsaver.broker import caller, discovery
 from memsaver.doctor.findings import Finding, judged
 from memsaver.doctor.machine import Broker, Machine
 from memsaver.errors import ConfigError, gib
@@ -64,7 +64,7 @@ def regions(machine: Machine) -> Iterator[Finding]:
     for pool in machine.pools:
         states = [region["state"] for client in pool["clients"] for region in client["regions"]]
         is_idle = not any(client["waiting"] for client in pool["clients"])
-        free = pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"]
+        free = caller.free_bytes(pool)
         for client in pool["clients"]:
             yield from _client(client)
             for region in client["regions"]:
