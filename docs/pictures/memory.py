@@ -3,7 +3,8 @@ r"""Draws memory.svg, the memory of a device by owner over time, from samples of
     while sleep 0.2; do memsaver top --json | tr -d '\n'; date +' %s.%N'; done > samples.txt   # beside the program
     python docs/pictures/memory.py samples.txt --from 61 --to 87    # seconds after the first sample
 
-memory.samples.txt has such samples, of which rows of the ledger alone were kept. `memsaver trace plot` draws a trace.
+memory.samples.txt, the default, has such samples, of which rows of the ledger alone were kept.
+`memsaver trace plot` draws a trace.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def read(file: Path) -> Samples:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("samples", type=Path)
+    parser.add_argument("samples", type=Path, nargs="?", default=Path(__file__).with_suffix(".samples.txt"))
     parser.add_argument("--from", dest="first", type=float, default=0.0)
     parser.add_argument("--to", dest="last", type=float, default=float("inf"))
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).with_suffix(".svg"))
