@@ -27,8 +27,8 @@ import ctypes
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -197,9 +197,10 @@ class Segment:
 class GpuBroker:
     """The broker of a GPU, with chunks of up to 1 GiB. This process, which must be ``isolated``, is its client."""
 
-    def __init__(self, folder: Path, device: str, capacity: str = "1GiB") -> None:
+    def __init__(self, device: str, capacity: str = "1GiB") -> None:
         self.device, self._capacity = device, capacity
-        os.environ["MEMSAVER_POOL_DIR"] = str(folder)
+        self._directory = tempfile.TemporaryDirectory(prefix="ms")  # short: a socket's path may have 107 bytes
+        os.environ["MEMSAVER_POOL_DIR"] = self._directory.name
         os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
         self.start()
         memsaver.configure(pool="shared")
@@ -226,3 +227,4 @@ class GpuBroker:
     def __exit__(self, *_: object) -> None:
         with suppress(memsaver.BrokerError):  # the test has stopped it
             daemon.stop(self.path)
+        self._directory.cleanup()

@@ -193,8 +193,8 @@ memsaver.stats()  # which does not wait so long
 
 
 @pytest.fixture
-def gpu_broker(tmp_path: Path) -> Iterator[GpuBroker]:
-    with GpuBroker(tmp_path, gpus.gpu(context=300 * MIB, occupied=1024 * MIB)) as running:
+def gpu_broker() -> Iterator[GpuBroker]:
+    with GpuBroker(gpus.gpu(context=300 * MIB, occupied=1024 * MIB)) as running:
         yield running
 
 

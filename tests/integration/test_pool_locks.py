@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -25,8 +24,8 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @pytest.fixture
-def broker(tmp_path: Path) -> Iterator[GpuBroker]:
-    with GpuBroker(tmp_path, gpu()) as running:
+def broker() -> Iterator[GpuBroker]:
+    with GpuBroker(gpu()) as running:
         yield running
 
 

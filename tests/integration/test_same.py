@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.pool_support import Worker
-from tests.support import KIB, MIB, environment
+from tests.support import GIB, KIB, MIB, environment, fresh_device
 
 BLOCK = 8 * MIB
 SIZES = [2 * BLOCK, 17 * KIB, BLOCK // 2 + 512, BLOCK]  # end to end: four blocks, the last one shorter
@@ -28,7 +28,7 @@ def start() -> Iterator[Start]:
     """Starts processes of one job with these contents. ``seeds``: of each."""
     with tempfile.TemporaryDirectory(prefix="ms") as directory, contextlib.ExitStack() as stack:
         settings = environment(MEMSAVER_POOL_DIR=directory)
-        settings["MEMSAVER_HOST_DEVICE"] = str(8 * TOTAL // (2 * MIB) * 2 * MIB + 2 * MIB * (os.getpid() % 1000))
+        settings["MEMSAVER_HOST_DEVICE"] = str(int(fresh_device()) + GIB)
         job = SimpleNamespace(environment=settings)
 
         def begin(*seeds: int, **changes: str) -> list[Worker]:

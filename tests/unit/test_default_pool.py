@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -348,9 +347,9 @@ sys.stdin.readline()
 
 
 @pytest.fixture
-def pooled(tmp_path: Path, device: str) -> Iterator[memsaver.Region]:
+def pooled(device: str) -> Iterator[memsaver.Region]:
     """The default pool of a process with a shared pool."""
-    with GpuBroker(tmp_path, device, "768MiB"):
+    with GpuBroker(device, "768MiB"):
         yield default_pool(device)
 
 
