@@ -158,7 +158,8 @@ HOLDER = f"""
         sys.stdin.readline()
         memsaver.resume(memory_timeout=600)
     print("ready", flush=True)
-    time.sleep(600)
+    while True:
+        time.sleep(0.1)  # a signal that comes just before a sleep is handled after it
 """
 
 
