@@ -22,7 +22,7 @@ from memsaver import _core, errors
 from memsaver.transitions import prepare_pause
 from tests import controls
 from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
-from tests.support import GIB, MIB, blocks, run_clean
+from tests.support import MIB, PAGE, blocks, free_bytes, run_clean
 
 HAS_RAY = find_spec("ray") is not None
 if HAS_RAY:
@@ -340,7 +340,7 @@ def test_errors_of_the_core_pickle_whole(make: Make) -> None:
             call()
         raised.append(caught.value)
 
-    note(lambda: region._core.allocate_array(4 * GIB))
+    note(lambda: region._core.allocate_array(free_bytes() + PAGE))
     controls.arm(1)
     note(lambda: region._core.allocate_array(1))
     region.pause()
