@@ -112,8 +112,7 @@ class Move:
         """Reserves everything the transition needs. If it raises, nothing has changed, and the caller calls fail()."""
         move = self.core
         try:
-            if (torch := loaded()) is not None:
-                torch.check_pausable(active(self._pause), self._thread)
+            if self._pause and (torch := loaded()) is not None:
                 self._ends.append(torch.expect_pause(list(self._pause)))
             move.begin()
             self._leaving = tags_of(move.pausing)
@@ -130,7 +129,7 @@ class Move:
                 self._blank = [each for each in every if each not in full and not each.written_in_use]
                 if self._blank:
                     _check_no_capture("a fill for the option 'stale'")
-            if (torch := loaded()) is not None:
+            if leaving and (torch := loaded()) is not None:
                 torch.check_pausable(leaving, self._thread)
             self._guests.prepare(self._paused_tags())
             live = [_live(each) if policy != "none" else [] for each, policy in zip(leaving, kept)]

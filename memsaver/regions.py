@@ -626,23 +626,19 @@ Selection = str | Region | Iterable[str | Region] | None
 """Regions of a call: a tag, a Region, several of either, or None for all regions."""
 
 
-class Chosen(NamedTuple):
-    """The regions of one side of a transition, and the tags of guests that move beside them."""
-
-    regions: Sequence[Region] = ()
-    guests: Set[str] = frozenset()
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        return tags_of(self.regions, self.guests)
-
-
-NOTHING = Chosen()
-
-
 def tags_of(regions: Iterable[Any], guests: Iterable[str] = ()) -> tuple[str, ...]:
     """The tags of regions, which may be those of the core, and of guests, each once."""
     return tuple(dict.fromkeys([*(each.tag for each in regions), *sorted(guests)]))
+
+
+class Chosen:
+    """The regions of one side of a transition, and the tags of guests that move beside them."""
+
+    def __init__(self, regions: Sequence[Region] = (), guests: Set[str] = frozenset()) -> None:
+        self.regions, self.guests, self.tags = regions, guests, tags_of(regions, guests)
+
+
+NOTHING = Chosen()
 
 
 def wrapper(core: Any) -> Region:

@@ -257,7 +257,7 @@ def _queued(
         raise ValueError(f"{both[0]!r} is to be paused and resumed at once, expected one of the two")
     if not pause.tags and not resume.tags:
         return None
-    if (torch := loaded()) is not None:  # an early error; prepare() checks again
+    if pause.regions and (torch := loaded()) is not None:  # an early error; prepare() checks again
         torch.check_pausable(active(pause.regions), thread)
     return Move(pause, resume, thread, bounds, kept, restored, lazily)
 
