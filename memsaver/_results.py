@@ -16,7 +16,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from memsaver import trace
+from memsaver import _core, trace
 
 _T = TypeVar("_T")
 _EXIT_S = 4.0  # at the exit of the interpreter, for calls of daemon threads under way
@@ -204,7 +204,7 @@ class Recorder:
 
     def __init__(self, pause: Iterable[str], resume: Iterable[str]) -> None:
         self._trace = trace.active
-        self._begun = None if self._trace is None else self._trace.begin()
+        self._before = None if self._trace is None else _core.region_memory()
         self._number, self._began, self._since = next(_numbers), time.time(), time.monotonic()
         self._thread = threading.current_thread().name
         self._pause, self._resume = tuple(pause), tuple(resume)
@@ -227,8 +227,8 @@ class Recorder:
             events = () if core is None else core.events
             self._ended = self._record(outcome, text, **nbytes)
             _add(self._ended, error, events)
-        if self._trace is not None and self._begun is not None:
-            self._trace.transition(self._begun, self._since, self._ended, events)
+        if self._trace is not None:
+            self._trace.transition(self._before, self._since, self._ended, events)
 
     def record(self) -> TransitionRecord:
         if self._ended is None and self.core() is None:

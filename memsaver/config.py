@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from memsaver import _adapter, _core, _moves, regions, trace
+from memsaver import _adapter, _core, _moves, trace
 from memsaver.broker import pool_client
 from memsaver.errors import ConfigError, Error, gib
 from memsaver.policies import seconds
@@ -215,7 +215,7 @@ OPTIONS: Final = {
             "report_dir", None, _report_dir, lambda path: None,  # read by options()
             "memsaver-reports-<uid> in the temporary directory",
         ),
-        Option("trace", None, _trace, lambda path: trace.write_to(path, regions.memory)),
+        Option("trace", None, _trace, trace.write_to),
         Option("patches", [], _patches, _adapter.patch),
         Option("pool_dir", None, _text, None, "/tmp/memsaver-<uid>"),
         Option("job", None, _job, None),

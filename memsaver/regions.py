@@ -611,11 +611,6 @@ def all_regions() -> list[Region]:
     return [wrapper(each) for each in _core.regions()]
 
 
-def memory() -> list[tuple[Region, int, int]]:
-    """The regions with the bytes that they map and offer, for the trace: quick, since each transition calls it."""
-    return [(each, each._handle.mapped_bytes, each._handle.offered_bytes) for each in all_regions()]
-
-
 def owning(address: int) -> Region | None:
     """The region that an address lies in, or None."""
     core = _core.region_at(address)

@@ -194,6 +194,30 @@ template <>
 inline constexpr auto fields<EntryPoints> =
     [](const EntryPoints& each) { return std::make_tuple(each.alloc, each.free); };
 
+// The memory of all regions at one moment. Each transition of a traced process makes two, so Python objects come later.
+struct RegionMemory {
+  struct Row {
+    const Region* region;
+    std::size_t mapped, offered;
+  };
+  std::vector<Row> held;
+
+  // Tag, device, mapped bytes and offered bytes of each region.
+  std::vector<std::tuple<std::string, std::string, std::size_t, std::size_t>> rows() const {
+    std::vector<std::tuple<std::string, std::string, std::size_t, std::size_t>> found;
+    for (const auto& [region, mapped, offered] : held)
+      found.emplace_back(region->tag, region->device.driver->name, mapped, offered);
+    return found;
+  }
+};
+
+RegionMemory region_memory() {
+  RegionMemory found;
+  for (const Region* region : core().all_regions())
+    found.held.push_back({region, region->mapped_bytes(), region->offered_bytes()});
+  return found;
+}
+
 void bind_regions(nb::module_& module) {
   // Reads of figures take Device::mutex, which is held for bookkeeping alone.
   nb::class_<Region>(module, "Region")
@@ -234,6 +258,8 @@ void bind_regions(nb::module_& module) {
       "bind_default_pools", [](const std::string& library) { return default_pools().bind(library); }, "library"_a,
       unlocked);
   module.def("default_pool", &default_pool, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
+  nb::class_<RegionMemory>(module, "RegionMemory").def("rows", &RegionMemory::rows);
+  module.def("region_memory", &region_memory);
   module.def("region_count", [] { return core().region_count(); });
   module.def("regions", [] { return core().all_regions(); }, nb::rv_policy::reference);
   module.def(

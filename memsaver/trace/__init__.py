@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memsaver.trace.writer import Memory, Writer
+    from memsaver.trace.writer import Writer
 
 active: Writer | None = None  # None: nothing is traced
 
 
-def write_to(path: str | None, memory: Callable[[], Memory] = tuple) -> None:
-    """Begins a trace, or ends it (None). ``memory``: see ``memsaver.regions.memory()``."""
+def write_to(path: str | None) -> None:
+    """Begins a trace, or ends it (None)."""
     global active
     former, active = active, None
     if former is not None:
@@ -22,7 +21,7 @@ def write_to(path: str | None, memory: Callable[[], Memory] = tuple) -> None:
     if path is not None:
         from memsaver.trace.writer import Writer  # which takes long to import
 
-        active = Writer(path, memory)
+        active = Writer(path)
 
 
 @atexit.register
@@ -34,7 +33,7 @@ def _end() -> None:
 def _begin_anew() -> None:
     global active
     if active is not None:
-        active = type(active)(active.path, active.memory)
+        active = type(active)(active.path)
 
 
 os.register_at_fork(after_in_child=_begin_anew)

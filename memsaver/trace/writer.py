@@ -7,14 +7,12 @@ transitions that are shorter than this work: by a thread, 10 ms later.
 from __future__ import annotations
 
 import fcntl
-import heapq
-import itertools
 import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from json import dumps
@@ -28,8 +26,6 @@ log = logging.getLogger("memsaver")
 
 OUTSIDE, IDLE = "outside of regions", "idle in the pool"  # owners of memory beside regions
 Args = Mapping[str, Any]
-Memory = Sequence[tuple[Any, int, int]]
-"""The regions of this process, and the bytes that each maps and offers."""
 
 _LONG_S = 0.005  # a transition that is written before its call returns
 _BATCH_S = 0.01  # time until others are written
@@ -42,8 +38,8 @@ class Writer:
     An error of a write ends the trace, and is logged. Times are those of ``time.monotonic()``.
     """
 
-    def __init__(self, path: str, memory: Callable[[], Memory]) -> None:
-        self.path, self.memory = path, memory
+    def __init__(self, path: str) -> None:
+        self.path = path
         self._pid = os.getpid()
         self._file: int | None = None
         self._ended = False
@@ -51,23 +47,18 @@ class Writer:
         self._events: deque[Callable[[], str]] = deque()  # not written yet
         self._wake, self._thread = threading.Event(), threading.Thread(target=self._serve, name="memsaver trace")
         self._thread.daemon = True
-        self._lanes, self._next_lane = list[int](), itertools.count()  # free ones
+        self._lanes: list[float] = []  # tracks of transitions that overlap: the end of the last one of each
         self._tracks: set[str] = set()  # that have a name
         self._names: list[str] = []  # lines with new ones
         self._devices: dict[str, str] = {}  # the names of their counters
         self._held: dict[str, dict[str, int]] = {}  # bytes by device and owner, as they were written last
 
-    def begin(self) -> tuple[int, Memory]:
-        """Begins a transition. Returns its lane, for tracks of its own while it runs, and the memory before it."""
-        try:
-            return heapq.heappop(self._lanes), self.memory()
-        except IndexError:
-            return next(self._next_lane), self.memory()
+    def transition(self, before: Any, began: float, record: Any, events: Iterable[Any]) -> None:
+        """Writes a transition that has ended.
 
-    def transition(self, begun: tuple[int, Memory], began: float, record: Any, events: Iterable[Any]) -> None:
-        """Writes a transition that has ended. ``record``: its TransitionRecord; ``events``: those of the core."""
-        heapq.heappush(self._lanes, begun[0])
-        text = partial(self._transition, *begun, self.memory(), began, record, events)
+        ``before``: the memory when it began; ``record``: its TransitionRecord; ``events``: those of the core.
+        """
+        text = partial(self._transition, before, _core.region_memory(), began, record, events)
         self._add(text, now=record.seconds >= _LONG_S)
 
     def event(
@@ -98,7 +89,7 @@ class Writer:
     def end(self, exits: bool = False) -> None:
         """Ends the trace. ``exits``: the process ends, and its memory returns."""
         if exits:
-            self._add(partial(self._memory, time.monotonic(), ()))
+            self._add(partial(self._memory, time.monotonic(), None))
         self.flush()
         self._ended = True
         self._wake.set()
@@ -124,13 +115,13 @@ class Writer:
             self._wake.clear()
             self.flush()
 
-    def _transition(
-        self, lane: int, before: Memory, after: Memory, began: float, record: Any, events: Iterable[Any]
-    ) -> str:
+    def _transition(self, before: Any, after: Any, began: float, record: Any, events: Iterable[Any]) -> str:
         moves = (("pause", record.pause), ("resume", record.resume))
         name = "; ".join(f"{verb} {', '.join(tags)}" for verb, tags in moves if tags)
         names = ("number", "outcome", "thread", "error", "released_bytes", "restored_bytes", "copied_bytes")
         figures = {each: getattr(record, each) for each in names}
+        lane = next((lane for lane, end in enumerate(self._lanes) if end <= began), len(self._lanes))
+        self._lanes[lane : lane + 1] = [began + record.seconds]
         text, beside = self._memory(began, before), f" {lane + 1}" if lane else ""
         track = f"transitions{beside}"
         text += self._line("X", "transition", name, began, figures, track, until=began + record.seconds)
@@ -145,14 +136,14 @@ class Writer:
             text += self._line("X", kind.split()[0], name, began + since, figures, track, until=began + until)
         return text + self._memory(began + record.seconds, after)
 
-    def _memory(self, at: float, memory: Memory) -> str:
-        """Counters of the devices whose memory has changed."""
+    def _memory(self, at: float, memory: Any) -> str:
+        """Counters of the devices whose memory has changed. ``memory``: None if the process has none any more."""
         held = {device: dict.fromkeys(owners, 0) for device, owners in self._held.items()}
-        for region, mapped, offered in memory:
-            owners = held.setdefault(region.device, {})
-            owners[region.tag] = owners.get(region.tag, 0) + mapped
+        for tag, device, mapped, offered in () if memory is None else memory.rows():
+            owners = held.setdefault(device, {})
+            owners[tag] = owners.get(tag, 0) + mapped
             if offered:
-                owners[f"{region.tag} (offered)"] = owners.get(f"{region.tag} (offered)", 0) + offered
+                owners[f"{tag} (offered)"] = owners.get(f"{tag} (offered)", 0) + offered
         text = ""
         for device, owners in held.items():
             if owners != self._held.get(device):

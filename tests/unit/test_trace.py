@@ -297,7 +297,7 @@ def test_transitions_side_by_side_have_tracks_of_their_own(make: Make, file: Pat
     check_format(events)
     tracks = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
     found = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "transition"]
-    assert found == ["transitions", "transitions 2", "transitions"]
+    assert found == ["transitions 2", "transitions", "transitions"]  # the first one ends after the second
     copies = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "copies"]
     assert sorted(copies) == ["cpu copies in", "cpu copies out", "cpu copies out 2"]
     first.resume()
