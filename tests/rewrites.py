@@ -459,10 +459,18 @@ REWRITES = [
     Rewrite(
         "kv_caches_are_checked",
         "vLLM: the KV cache has to be written before the first forward pass",
-        "memsaver/drop_in/vllm/allocator.py",
-        '        entered.written_in_use = tag == "kv_cache"\n',
+        "memsaver/drop_in/tagged.py",
+        '        found.written_in_use = tag == "kv_cache"\n',
         "",
         ["drop_in/test_vllm_worker.py::test_the_first_forward_pass_after_a_wake_up_needs_all_tensors_of_the_model"],
+    ),
+    Rewrite(
+        "draft_models_are_not_checked",
+        "SGLang: the runners of draft models are unknown until their first forward pass",
+        "memsaver/drop_in/tms/__init__.py",
+        "noted(runner.load_model, False)",
+        "runner.load_model",
+        ["drop_in/test_tms_sglang.py::test_the_first_pass_after_a_resume_needs_all_tensors_of_the_models"],
     ),
     Rewrite(
         "late_regions_are_resident",
@@ -715,7 +723,7 @@ REWRITES = [
     Rewrite(
         "unnamed_memory_of_vllm_is_checked",
         "vLLM: buffers of its runner in the region of the weights count as unwritten",
-        "memsaver/drop_in/vllm/worker.py",
+        "memsaver/drop_in/tagged.py",
         "only_named=True",
         "only_named=False",
         ["drop_in/test_vllm_worker.py::test_the_first_forward_pass_after_a_wake_up_needs_all_tensors_of_the_model"],

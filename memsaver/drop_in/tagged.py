@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from memsaver import _core
 from memsaver.broker import pool_client
 from memsaver.policies import check_tag
 from memsaver.regions import Region, default_device, observe_captures, wrapper
+
+if TYPE_CHECKING:
+    import torch
 
 
 def index_of(region: Region) -> int:
@@ -33,6 +37,7 @@ class TaggedRegions:
         device = default_device()
         pool_client.join(device)
         found = wrapper(self._core.active(tag, device, backup, one_handle))
+        found.written_in_use = tag == "kv_cache"
         observe_captures(device)
         return found
 
@@ -47,3 +52,16 @@ class TaggedRegions:
     def set_aside(self, regions: Iterable[Region], is_aside: bool) -> None:
         """Whether new allocations of a tag pass over these regions, though they are active."""
         self._core.set_aside([each._core for each in regions], is_aside)
+
+    def check_written(self, models: Callable[[], Mapping[str, torch.nn.Module]]) -> None:
+        """The check of the option ``stale`` before a forward pass. ``models`` returns the models, by prefix of names.
+
+        Tensors of these models alone are checked: runners have buffers in the same regions, which the pass writes.
+        """
+        from memsaver._torch import stale
+
+        regions = [each for _, each in self.all()]
+        if stale.is_pending(regions):
+            for prefix, model in models().items():
+                stale.name_tensors(model, prefix)
+            stale.check_first_use(regions, only_named=True)

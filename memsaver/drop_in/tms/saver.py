@@ -14,6 +14,7 @@ from memsaver import transitions
 from memsaver._torch.backups import cpu_backup
 from memsaver._torch.graphs import check_registration
 from memsaver.broker import pool_client
+from memsaver.drop_in.tms import check_passes
 from memsaver.drop_in.tms.library import Settings
 from memsaver.drop_in.tms.regions import DefaultPool, Retained, saver_regions
 from memsaver.drop_in.tms.routing import PreloadRouting, TorchRouting, set_disk_dir, set_initial_disk_dir
@@ -232,3 +233,4 @@ class TorchMemorySaverImpl:
         self.retained = Retained()
         self._binary_wrapper = self.routing.library  # by its original name: callers use its C functions
         set_initial_disk_dir(self.initial)
+        check_passes(saver_regions.check_written)

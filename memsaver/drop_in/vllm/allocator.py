@@ -54,7 +54,6 @@ class RegionAllocator:
             raise TypeError(f"tag is {tag!r}, expected a string or None")
         ranks.publish()
         entered = self._regions.active(tag, one_handle=tag == "kv_cache" and worker.transfers_kv)
-        entered.written_in_use = tag == "kv_cache"
         with self._tagged(tag):
             with entered:
                 # Callers read the length alone. The pool itself would keep its free segments if it were held here.

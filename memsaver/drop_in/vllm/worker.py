@@ -67,16 +67,11 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from memsaver._torch import stale
-
-        regions = [each for _, each in TaggedRegions("vllm").all()]
-        if stale.is_pending(regions):
-            stale.name_tensors(self.get_model())
+        def models() -> dict[str, Any]:
             draft = getattr(getattr(self.model_runner, "drafter", None), "model", None)
-            if draft is not None:
-                stale.name_tensors(draft, "drafter.")
-            # vLLM's runner has buffers in the region of the weights, which the forward pass writes.
-            stale.check_first_use(regions, only_named=True)
+            return {"": self.get_model()} | ({} if draft is None else {"drafter.": draft})
+
+        TaggedRegions("vllm").check_written(models)
         return original(self, *args, **kwargs)
 
     return execute_model
