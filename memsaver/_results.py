@@ -208,6 +208,7 @@ class Recorder:
         self._number, self._began, self._since = next(_numbers), time.time(), time.monotonic()
         self._thread = threading.current_thread().name
         self._pause, self._resume = tuple(pause), tuple(resume)
+        self._end_range = trace.begin_range(trace.title_of(self._pause, self._resume)) if trace.has_ranges else None
         self.core: Callable[[], Any] = lambda: None
         """Returns the transition of the core. None: it was dropped."""
         self._own: list[tuple[str, float, str | None]] = []  # name, begin, guest
@@ -227,6 +228,8 @@ class Recorder:
             events = () if core is None else core.events
             self._ended = self._record(outcome, text, **nbytes)
             _add(self._ended, error, events)
+        if self._end_range is not None:
+            self._end_range()
         if self._trace is not None:
             self._trace.transition(self._before, self._since, self._ended, events)
 

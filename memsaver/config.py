@@ -216,6 +216,7 @@ OPTIONS: Final = {
             "memsaver-reports-<uid> in the temporary directory",
         ),
         Option("trace", None, _trace, trace.write_to),
+        Option("nvtx", False, _switch, trace.set_nvtx),
         Option("patches", [], _patches, _adapter.patch),
         Option("pool_dir", None, _text, None, "/tmp/memsaver-<uid>"),
         Option("job", None, _job, None),

@@ -21,6 +21,7 @@ from typing import Any
 
 from memsaver import _core
 from memsaver.process_names import process_name
+from memsaver.trace import title_of
 
 log = logging.getLogger("memsaver")
 
@@ -116,8 +117,7 @@ class Writer:
             self.flush()
 
     def _transition(self, before: Any, after: Any, began: float, record: Any, events: Iterable[Any]) -> str:
-        moves = (("pause", record.pause), ("resume", record.resume))
-        name = "; ".join(f"{verb} {', '.join(tags)}" for verb, tags in moves if tags)
+        name = title_of(record.pause, record.resume)
         names = ("number", "outcome", "thread", "error", "released_bytes", "restored_bytes", "copied_bytes")
         figures = {each: getattr(record, each) for each in names}
         lane = next((lane for lane, end in enumerate(self._lanes) if end <= began), len(self._lanes))

@@ -530,3 +530,78 @@ def test_files_that_are_no_traces_or_of_another_boot_are_named(file: Path, make:
     assert not (tmp_path / "all.json").exists()
     done = command("plot", file, "-o", tmp_path / "memory.svg", "--device", "GPU-1")
     assert done.returncode == 1 and "the device is GPU-1, expected one of the trace: HOST-" in done.stderr
+
+
+# Ranges of NVTX
+
+
+class Ranges:
+    """torch.cuda.nvtx."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended: list[int] = []
+        self.error: Exception | None = None
+
+    def range_start(self, name: str) -> int:
+        if self.error is not None:
+            raise self.error
+        self.begun.append(name)
+        return len(self.begun)
+
+    def range_end(self, number: int) -> None:
+        self.ended.append(number)
+
+
+@pytest.fixture
+def ranges(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
+    made = Ranges()
+    monkeypatch.setitem(sys.modules, "torch.cuda.nvtx", made)  # type: ignore[arg-type]
+    memsaver.configure(nvtx=True)
+    yield made
+    memsaver.configure(nvtx=False)
+
+
+def test_each_transition_is_a_range_of_nvtx_however_it_ends(make: Make, ranges: Ranges) -> None:
+    region, other = make("host"), make("host")
+    prepared = prepare_pause(region.tag)
+    assert (ranges.begun, ranges.ended) == ([f"pause {region.tag}"], [])
+    prepared.commit()
+    assert ranges.ended == [1]
+    memsaver.start(pause=other, resume=region).result(60)
+    memsaver.resume([region, other])
+    prepare_pause(region.tag).abort()
+    prepared = prepare_pause(region.tag)
+    del prepared
+    with memsaver.capturing(), pytest.raises(memsaver.Error):
+        region.pause()
+    pause = f"pause {region.tag}"
+    assert ranges.begun[1:] == [f"{pause[:5]} {other.tag}; resume {region.tag}", ranges.begun[2], pause, pause, pause]
+    assert ranges.begun[2] in (f"resume {region.tag}, {other.tag}", f"resume {other.tag}, {region.tag}")
+    assert ranges.ended == [1, 2, 3, 4, 5, 6]
+    memsaver.configure(nvtx=False)
+    region.pause()
+    assert len(ranges.begun) == 6
+
+
+def test_an_error_of_nvtx_ends_the_ranges_and_is_logged(
+    make: Make, ranges: Ranges, caplog: pytest.LogCaptureFixture
+) -> None:
+    region, ranges.error = make("host"), RuntimeError("no CUDA build")
+    with caplog.at_level(logging.ERROR, logger="memsaver"):
+        assert region.pause().paused == region.resume().resumed == (region.tag,)
+    assert [each.getMessage() for each in caplog.records] == [
+        "the ranges of NVTX end: RuntimeError('no CUDA build'); expected torch's build for CUDA, or the package nvtx"
+    ]
+
+
+def test_without_torch_the_package_nvtx_has_the_ranges() -> None:
+    found = run_clean("""
+        import sys, types
+        sys.modules["nvtx"] = types.SimpleNamespace(start_range=lambda name: name, end_range=print)
+        import memsaver
+        memsaver.configure(nvtx=True)
+        memsaver.region("kv", device="cpu").pause()
+        print("torch" in sys.modules)
+    """)
+    assert found == "pause kv\nFalse\n"
