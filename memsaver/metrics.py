@@ -1,12 +1,15 @@
-"""Figures for Prometheus: of this process, and of the shared pools of this machine."""
+"""Figures for Prometheus and Ray: of this process, and of the shared pools of this machine."""
 
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
 from itertools import product
+from typing import Any
 
 try:
     from prometheus_client import CollectorRegistry, start_http_server
@@ -22,7 +25,7 @@ from memsaver import _results, errors, figures, ledger
 from memsaver.broker import caller, discovery
 from memsaver.errors import BrokerError, ConfigError, Error
 
-__all__ = ["collector"]
+__all__ = ["collector", "export_to_ray"]
 
 _BROKER_S = 3.0  # for the answer of a broker. Prometheus waits 10 s
 # Of totals() in memsaver/_results.py: labels and a text.
@@ -125,6 +128,42 @@ class _ProcessCollector(Collector):
                 if total == name:
                     family.add_metric(values, figure)
             yield family
+
+
+_gauges: dict[str, Any] = {}  # of Ray, by name
+_exported: set[tuple[str, frozenset[tuple[str, str]]]] = set()  # names of gauges, and their tags
+
+
+def export_to_ray() -> None:
+    """Sets gauges of ``ray.util.metrics`` to the figures of ``collector()``, in an actor or a task of Ray.
+
+    Ray serves them with its own metrics: ``ray_memsaver_process_bytes`` has the device memory, and
+    ``ray_memsaver_stages_seconds_total`` the seconds by stage. A gauge keeps its value until the next call, so call it
+    after each step. A series that has ended is 0.
+
+    Raises:
+        memsaver.Error: This process is none of Ray.
+
+    Examples:
+        >>> memsaver.metrics.export_to_ray()
+        Traceback (most recent call last):
+        memsaver.errors.Error: this process has not joined Ray; expected a call in an actor, a task, or after ray.init()
+    """
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        raise Error("this process has not joined Ray; expected a call in an actor, a task, or after ray.init()")
+    samples = {}
+    for family in _ProcessCollector().collect():
+        for sample in family.samples:
+            samples[sample.name, frozenset(sample.labels.items())] = float(sample.value)
+            if sample.name not in _gauges:
+                gauge = import_module("ray.util.metrics").Gauge
+                _gauges[sample.name] = gauge(sample.name, family.documentation, tuple(sample.labels))
+    for name, tags in _exported.difference(samples):
+        _gauges[name].set(0.0, dict(tags))
+    for (name, tags), value in samples.items():
+        _gauges[name].set(value, dict(tags))
+    _exported.update(samples)
 
 
 class PoolCollector(Collector):

@@ -481,6 +481,14 @@ REWRITES = [
         ["unit/test_trace.py::test_each_transition_is_a_range_of_nvtx_however_it_ends"],
     ),
     Rewrite(
+        "gauges_of_ray_keep_closed_regions",
+        "metrics: a gauge of Ray keeps the bytes of a region that was closed",
+        "memsaver/metrics.py",
+        "        _gauges[name].set(0.0, dict(tags))\n",
+        "        pass\n",
+        ["unit/test_metrics.py::test_the_gauges_of_ray_have_the_figures_of_the_collector"],
+    ),
+    Rewrite(
         "late_regions_are_resident",
         "phases: the first use of a late region does not wait",
         "memsaver/regions.py",

@@ -173,6 +173,60 @@ def test_counters_never_decrease(make: Make) -> None:
         before = own()
 
 
+# Ray
+
+
+class Gauge:
+    """ray.util.metrics.Gauge of Ray 2.60: the types that it accepts, and the last values."""
+
+    made: dict[str, Gauge] = {}
+
+    def __init__(self, name: str, description: str = "", tag_keys: tuple[str, ...] | None = None) -> None:
+        assert name not in self.made and description and type(tag_keys) is tuple
+        self.tag_keys, self.values = tag_keys, dict[frozenset[tuple[str, str]], float]()
+        self.made[name] = self
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        assert type(value) is float and {*tags} == {*self.tag_keys} and {str, *map(type, tags.values())} == {str}
+        self.values[frozenset(tags.items())] = value
+
+
+@pytest.fixture
+def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, Gauge]:
+    for name, thing in (("_gauges", {}), ("_exported", set())):
+        monkeypatch.setattr(metrics, name, thing)
+    monkeypatch.setattr(Gauge, "made", {})
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray.util.metrics", SimpleNamespace(Gauge=Gauge))  # type: ignore[arg-type]
+    return Gauge.made
+
+
+def test_the_gauges_of_ray_have_the_figures_of_the_collector(make: Make, gauges: dict[str, Gauge]) -> None:
+    region, other = make("host"), make()
+    held = [Block(region, 3 * MIB), Block(other, 2 * MIB)]
+    for call in (region.pause, other.pause, region.resume, other.resume):
+        call()
+        metrics.export_to_ray()
+        found = {(name, tags): value for name, gauge in gauges.items() for tags, value in gauge.values.items()}
+        assert found == own()
+    assert found[key("process_bytes", device="cpu", kind="region", label=region.tag)] >= 3 * MIB
+    assert found[key("stages_seconds_total", stage="move")] > 0
+    del held
+    other.close()
+    metrics.export_to_ray()
+    bytes_of = gauges["memsaver_process_bytes"].values
+    ended = frozenset({"device": "cpu", "kind": "region", "label": other.tag}.items())
+    assert bytes_of[ended] == 0 and ("memsaver_process_bytes", ended) not in own()
+
+
+def test_a_process_outside_of_ray_has_no_gauges(gauges: dict[str, Gauge], monkeypatch: pytest.MonkeyPatch) -> None:
+    for ray in (None, SimpleNamespace(is_initialized=lambda: False)):
+        monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
+        with pytest.raises(memsaver.Error, match="has not joined Ray; expected a call in an actor, a task"):
+            metrics.export_to_ray()
+    assert not gauges
+
+
 # The shared pools
 
 
