@@ -75,8 +75,8 @@ class OutOfMemoryError(Error):
         needed_bytes: Memory that the call needed.
         free_bytes: Free memory by the driver's figure, with the memory that this process could release.
         waited_s: Seconds that the call waited for others to release memory.
-        unused: Memory of a shared pool that processes cache and could not return in time: tuples of pid, name, bytes,
-            and a text with the parts and the reasons.
+        unused: Memory of a shared pool that processes cache and could not return in time, and chunks that this process
+            offers and cannot copy: tuples of pid, name, bytes, and a text with the parts and the reasons.
         ledger: The memory in use on the device by process and kind, this process's own outside of regions included:
             one dictionary each, with the fields of ``LedgerRow`` (see ``memsaver.stats()``). Empty if it cannot be
             read.

@@ -480,6 +480,14 @@ MUTANTS = [
         ["unit/test_lazy.py::test_a_resume_that_waits_leaves_its_offers_to_others"],
     ),
     Mutant(
+        "an_offer_that_cannot_be_copied_has_no_reason",
+        "lazy pauses: an OutOfMemoryError does not tell why offered chunks stay",
+        "csrc/regions/eviction.cpp",
+        "device.not_copied = why;",
+        "if (!MUTANT) device.not_copied = why;",
+        ["unit/test_lazy.py::test_a_shortage_of_host_memory_keeps_the_other_chunks"],
+    ),
+    Mutant(
         "host_memory_is_free_while_copies_into_it_are_queued",
         "lazy pauses: a failed copy gives its host memory back to the arena before the copies have ended",
         "csrc/backup/pieced_backup.cpp",

@@ -1,10 +1,13 @@
 // One device of this process: its driver, its sources of chunks, its memory and files for backups, its freed segments.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -70,6 +73,9 @@ struct Device {
     } catch (const Error&) {
       // The shortage is reported also without figures.
     }
+    std::lock_guard lock(mutex);
+    if (offered > 0 && !not_copied.empty())
+      supply.unused.push_back({getpid(), offered, "offers chunks whose contents cannot be copied: " + not_copied});
     return {driver->name, needed, supply.free + more_free, waited_s, std::move(supply.unused)};
   }
 
@@ -85,6 +91,7 @@ struct Device {
   std::atomic<std::size_t> offered = 0;   // bytes of chunks that lazy pauses offer
   std::atomic<std::size_t> evicting = 0;  // regions
   bool may_offer() const { return offered > 0 || evicting > 0; }
+  std::string not_copied;      // why the last eviction has left chunks. Guarded by `mutex`
   std::timed_mutex evictions;  // held by the thread that takes them. It takes neither the GIL nor torch's mutex
 
   // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a

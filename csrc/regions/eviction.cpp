@@ -17,6 +17,15 @@ struct Given {
   std::exception_ptr error = nullptr;  // why the rest stays
 };
 
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const std::exception& caught) {
+    return caught.what();
+  }
+  return "";
+}
+
 using Look = std::function<void()>;  // called between batches of copies. An exception in it keeps the rest offered
 struct DeadlinePassed {};
 
@@ -175,6 +184,7 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
         return region->backup() == nullptr || region->sealed();  // these are given without a copy
       });
       const std::size_t wanted = std::min(bytes, kAtOnce);
+      std::string why;
       for (Region* region : regions) {
         std::unique_lock lock(core().mutex);
         if (given >= wanted) break;
@@ -187,7 +197,10 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
         lock.unlock();
         const Given part = give(*region, enough_of(region->offered_slots(), wanted - given), nullptr);
         given += part.bytes;
+        why = text_of(part.error);
       }
+      std::lock_guard lock(device.mutex);
+      device.not_copied = why;
     }
     if (given == 0) return result == Evicted::none && busy ? Evicted::busy : result;
     device.source().settle();

@@ -395,8 +395,11 @@ def test_a_shortage_of_host_memory_keeps_the_other_chunks(make: Make) -> None:
         with Fill(leave=0):
             more = blocks(make("none"), [CHUNK])
             assert region.backup_bytes == CHUNK
-            with pytest.raises(memsaver.OutOfMemoryError):
-                make("none").empty(3 * CHUNK, torch.uint8)
+            for late in (make("none"), make("none")):
+                with pytest.raises(memsaver.OutOfMemoryError, match="cannot be copied: .*host_limit is") as raised:
+                    late.empty(3 * CHUNK, torch.uint8)
+                [(pid, _, offered, why)] = raised.value.unused
+                assert (pid, offered, why[:13]) == (os.getpid(), 2 * CHUNK, "offers chunks")
             assert (region.backup_bytes, region.offered_bytes) == (2 * CHUNK, 2 * CHUNK)
             with pytest.raises(memsaver.BackupError):
                 region.pause()
