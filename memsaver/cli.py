@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -172,8 +173,10 @@ def _broker(options: argparse.Namespace) -> int:
 
 def _stop(options: argparse.Namespace) -> int:
     for path in _paths(options.device):
-        device = caller.status(path)["device"]
-        print(f"{device} ({path.stem}): stopped the broker with pid {daemon.stop(path)}")
+        name = path.stem
+        with suppress(BrokerError):  # it has another version
+            name = f"{caller.status(path)['device']} ({name})"
+        print(f"{name}: stopped the broker with pid {daemon.stop(path)}")
     return 0
 
 
@@ -390,16 +393,16 @@ def _lines(found: dict[str, Any]) -> list[str]:
     """A shared pool, or a device without one."""
     head = f"{found['device']} ({found['uuid']})"
     if "clients" not in found:
-        return [f"{head}, {gib(found['total_bytes'])}, without a shared pool", *_table(found["ledger"], [])]
+        return [f"{head}, without a shared pool", *_table(found["ledger"], [], found["total_bytes"])]
     free = gib(caller.free_bytes(found))
     return [
         f"{head}, broker pid {found['pid']}",
         f"  capacity {gib(found['capacity_bytes'])}, free {free}, of that {gib(found['idle_bytes'])} idle",
-        *_table(found["ledger"], found["clients"]),
+        *_table(found["ledger"], found["clients"], found["device_bytes"]),
     ]
 
 
-def _table(account: dict[str, Any], clients: list[dict[str, Any]]) -> list[str]:
+def _table(account: dict[str, Any], clients: list[dict[str, Any]], total: int) -> list[str]:
     """The memory in use on a device, by process and kind. Regions of clients are shown with their backups."""
     rows = [ledger.LedgerRow(**each) for each in account["rows"]]
     parts: dict[tuple[int | None, str], list[tuple[str, str]]] = {}
@@ -408,18 +411,17 @@ def _table(account: dict[str, Any], clients: list[dict[str, Any]]) -> list[str]:
         part = parts[client["pid"], client["name"]] = [(_notes(client, any_waits), "")]
         for region in client["regions"]:
             kept = f", {gib(region['backup_bytes'])} backed up" if region["backup_bytes"] else ""
-            part.append((f"region {region['tag']} ({region['state']}){kept}", gib(region["mapped_bytes"])))
+            since = f" since {region['paused_s']} s" if region["state"] == "paused" else ""
+            part.append((f"region {region['tag']} ({region['state']}{since}){kept}", gib(region["mapped_bytes"])))
     reported = {client["pid"] for client in clients if client["regions"]}
     for row in rows:
         if row.kind != "region" or row.pid not in reported:
             parts.setdefault((row.pid, row.name), []).append((ledger.described(row), gib(row.bytes)))
     used = account["used_bytes"]
     width = max([20, *(min(len(name), _WIDEST_NAME) for _, name in parts)])
-    lines = [
-        f"  in use on the device: {'unknown' if used is None else gib(used)}",
-        "",
-        f"  {'pid':>8}  {'process':<{width}} {'memory':<56}{'bytes':>12}",
-    ]
+    free = "" if used is None else f", free {gib(max(0, total - used))}"
+    lines = [f"  in use on the device: {'unknown' if used is None else gib(used)} of {gib(total)}{free}"]
+    lines += ["", f"  {'pid':>8}  {'process':<{width}} {'memory':<56}{'bytes':>12}"] if parts else []
     for (pid, name), part in parts.items():
         for text, nbytes in part:
             lines.append(f"  {'' if pid is None else pid:>8}  {name[:width]:<{width}} {text:<56}{nbytes:>12}".rstrip())

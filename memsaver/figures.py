@@ -29,6 +29,7 @@ class RegionStats:
         mapped_bytes: Bytes of device memory that it holds now.
         offered_bytes: Bytes of device memory that a lazy pause has left to whoever needs it.
         backup_bytes: Bytes of contents in host memory or on disk now.
+        paused_s: Seconds since its pause. 0 if it is not paused.
     """
 
     tag: str
@@ -39,6 +40,7 @@ class RegionStats:
     mapped_bytes: int
     offered_bytes: int
     backup_bytes: int
+    paused_s: float
 
 
 @dataclass(frozen=True)

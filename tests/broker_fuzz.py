@@ -138,7 +138,7 @@ class Fuzzer:
         return self.draw.choice(self.spoken) if self.spoken else self.draw.getrandbits(63)
 
     def _text(self) -> str:
-        report = '{"imported_bytes": null, "host_held_bytes": 0, "rows": [], "regions": [["a", "", "", 1, 2, 3]]}'
+        report = '{"imported_bytes": null, "host_held_bytes": 0, "rows": [], "regions": [["a", "", "", 1, 2, 3, 4]]}'
         return self.draw.choice(["", self.path.stem, "a", "a\nb", report, "x" * 5000])
 
     def _file(self) -> int:

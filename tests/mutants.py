@@ -488,6 +488,14 @@ MUTANTS = [
         ["unit/test_lazy.py::test_a_shortage_of_host_memory_keeps_the_other_chunks"],
     ),
     Mutant(
+        "an_eviction_begins_the_pause_anew",
+        "region: the seconds since a pause begin anew when offered chunks are taken",
+        "csrc/regions/region.cpp",
+        "state_ == State::pausing && next",
+        "(MUTANT || state_ == State::pausing) && next",
+        ["unit/test_lazy.py::test_a_shortage_of_host_memory_keeps_the_other_chunks"],
+    ),
+    Mutant(
         "host_memory_is_free_while_copies_into_it_are_queued",
         "lazy pauses: a failed copy gives its host memory back to the arena before the copies have ended",
         "csrc/backup/pieced_backup.cpp",

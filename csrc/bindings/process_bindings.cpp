@@ -32,7 +32,7 @@ std::vector<nb::dict> region_rows(const Device& device) {
     found.push_back(dict_of("tag", region->tag, "backup", region->policy, "state", region->state(), "frozen",
                             region->frozen, "allocated_bytes", region->allocated_bytes(), "mapped_bytes",
                             region->mapped_bytes(), "offered_bytes", region->offered_bytes(), "backup_bytes",
-                            region->backup_bytes()));
+                            region->backup_bytes(), "paused_s", region->paused_s()));
   return found;
 }
 

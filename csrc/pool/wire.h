@@ -101,7 +101,7 @@
 
 namespace memsaver::wire {
 
-constexpr std::uint64_t kVersion = 13;
+constexpr std::uint64_t kVersion = 14;
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};         // bytes that are not known
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253

@@ -27,8 +27,14 @@ void Region::write_state(State state) {
 
 void Region::discard() { discarded_ = policy != Policy::none && allocated_bytes() > 0; }
 
+double Region::paused_s() const {
+  return locked(
+      [&] { return state_ == State::paused ? std::chrono::duration<double>(now() - paused_at_).count() : 0.0; });
+}
+
 void Region::settle(State next) {
   std::lock_guard lock(device.mutex);
+  if (state_ == State::pausing && next == State::paused) paused_at_ = now();
   if (state_ == State::resuming && next == State::active) {
     discarded_ = false;
     ++residence_;

@@ -70,6 +70,7 @@ class Region : public RegionOptions {
   void discard();                 // committed: this pause keeps no contents
   // Whether a pause discarded contents that `policy` would have kept. Reset when the region has memory again.
   bool discarded() const { return discarded_; }
+  double paused_s() const;  // seconds since the pause of a paused region; else 0
   // Changes on every resume. Tokens of shared tensors are valid only while it stays the same.
   std::uint64_t residence() const { return residence_; }
 
@@ -242,6 +243,7 @@ class Region : public RegionOptions {
   std::atomic<State> state_ = State::active;
   std::atomic<std::uint64_t> residence_ = 1;
   std::atomic<bool> discarded_ = false;
+  Deadline paused_at_{};  // guarded by Device::mutex
   std::size_t users_ = 0;
   std::deque<const void*> queue_;
   std::map<std::uint64_t, int> leases_;

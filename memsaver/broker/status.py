@@ -33,6 +33,7 @@ class StatusReporter:
 
         {"device": "cuda:0" or "cpu", "uuid": str, "pid": int,   # of the broker
          "capacity_bytes": int, "total_bytes": int, "idle_bytes": int, "leaving_bytes": int,
+         "device_bytes": int,   # of all of its memory
          "device_memory": {"used_bytes": int or None, "holdings": [[pid, bytes, imported bytes or None]],
                            "lists_all": bool},                                          # see memsaver/ledger
          "clients": [{"pid": int, "name": str, "held_bytes": int, "leaving_bytes": int,   # that it was to drop
@@ -43,7 +44,8 @@ class StatusReporter:
                       "report_age_s": float or None,                                  # None: no report yet
                       "is_current": bool,   # it has answered the last request for a report
                       "host_held_bytes": int or None,   # pinned host memory for backups; None: no report
-                      "regions": [{"tag", "allocated_bytes", "mapped_bytes", "backup_bytes", "state", "backup"}],
+                      "regions": [{"tag", "allocated_bytes", "mapped_bytes", "backup_bytes", "state", "backup",
+                                   "paused_s": int}],   # whole seconds since its pause; 0: it is not paused
                       "ledger": {"imported_bytes": int or None, "rows": [[kind, label, state, bytes]]} or None}]}
 
     ``total_bytes`` counts chunks that exist. Of those, ``idle_bytes`` can be granted, and ``leaving_bytes`` return to
@@ -91,6 +93,7 @@ class StatusReporter:
             "total_bytes": self.pool.total_bytes,
             "idle_bytes": self.pool.idle_bytes,
             "leaving_bytes": self.pool.leaving_bytes,
+            "device_bytes": self.memory.total_bytes(),
             "device_memory": self._device_memory(),
             "clients": rows,
         }

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from memsaver import _core, config
 from memsaver.doctor.findings import Finding, judged
-from memsaver.doctor.machine import SHELL, Machine
+from memsaver.doctor.machine import SHELL, Machine, joined
 from memsaver.errors import gib
 
 _UNLIMITED = 1 << 62  # bytes
@@ -75,7 +75,7 @@ def locked_memory(machine: Machine) -> Iterator[Finding]:
         found.setdefault(limit[1] if limit else "unknown", []).append(name)
     for limit_text, names in found.items():
         is_limited = limit_text.isdigit()
-        text = f"RLIMIT_MEMLOCK is {gib(int(limit_text)) if is_limited else limit_text} in {', '.join(names)}"
+        text = f"RLIMIT_MEMLOCK is {gib(int(limit_text)) if is_limited else limit_text} in {joined(names)}"
         remedy = "some drivers count pinned memory: ulimit -l unlimited, or docker run --ulimit memlock=-1"
         yield judged("locked memory", text, (is_limited and _core.cuda_device_count(), "note", remedy))
 

@@ -103,7 +103,7 @@ class Machine:
         found: dict[tuple[str, ...], list[str]] = {}
         for who, variables in [(SHELL, self.variables), *((str(each), each.variables) for each in self.processes)]:
             found.setdefault(tuple(variables.get(name, "") for name in names), []).append(who)
-        return ((values, _joined(names)) for values, names in found.items())
+        return ((values, joined(names)) for values, names in found.items())
 
     @cached_property
     def brokers(self) -> list[Broker]:
@@ -154,6 +154,7 @@ class Machine:
             _core.set_host_device(config.options().get("host_device") or 0)
 
 
-def _joined(names: list[str]) -> str:
+def joined(names: list[str]) -> str:
+    """The first names, and the number of the others."""
     rest = len(names) - _MOST_NAMES
     return ", ".join([*names[:_MOST_NAMES], *([f"{rest} more"] if rest > 0 else [])])

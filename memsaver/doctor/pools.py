@@ -52,7 +52,7 @@ def _broker(broker: Broker) -> Finding:
     return judged(
         "broker",
         broker.why.partition("\n")[0],
-        ("of the protocol" in broker.why, "error", "end that broker, and use one version of memsaver in all processes"),
+        ("of the protocol" in broker.why, "error", "memsaver broker --stop, then one version of memsaver in all"),
         (broker.is_locked, "error", f"its log: {broker.path.with_suffix('.log')}"),
         (True, "note", "a broker that was killed left this socket, and the next one replaces it"),
     )

@@ -24,7 +24,7 @@ _LONGEST_TEXT = 100  # characters of a kind, a label or a state in a message
 _LARGEST = 1 << 62
 _LONGEST_REPORT = _core.LONGEST_PACKET // 2  # characters of a message
 # Of a region in a message.
-REGION_FIELDS = ("tag", "state", "backup", "allocated_bytes", "mapped_bytes", "backup_bytes")
+REGION_FIELDS = ("tag", "state", "backup", "allocated_bytes", "mapped_bytes", "backup_bytes", "paused_s")
 
 
 def own(device: str) -> Own:
@@ -91,7 +91,7 @@ def encoded(device: str) -> str:
     rows = sorted(([*_cut(part[:3]), part[3]] for part in found.parts or ()), key=_bytes_of)
     figures = _core.ledger_figures(device)
     regions = [
-        [*_cut((row["tag"], row["state"], row["backup"])), *(row[name] for name in REGION_FIELDS[3:])]
+        [*_cut((row["tag"], row["state"], row["backup"])), *(int(row[name]) for name in REGION_FIELDS[3:])]
         for row in figures["regions"]
     ]
     held = figures["host_held_bytes"]
@@ -136,7 +136,7 @@ def decoded(text: str) -> dict[str, Any]:
             raise ValueError(f"{name} is no list of at most {MOST_ROWS}")
         for row in rows:
             if not isinstance(row, list) or len(row) != 3 + sizes or not all(map(_is_size, row[3:])):
-                raise ValueError(f"{row!r} is in {name}, expected three texts, and then bytes ({sizes})")
+                raise ValueError(f"{row!r} is in {name}, expected three texts, and then integers ({sizes})")
             if not all(isinstance(text, str) and len(text) <= _LONGEST_TEXT for text in row[:3]):
                 raise ValueError(f"{row!r} is in {name}, expected texts of at most {_LONGEST_TEXT} characters")
     return found

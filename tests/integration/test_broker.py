@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -19,8 +20,9 @@ import psutil
 import pytest
 
 from memsaver import _core, cli, errors, process_names
-from memsaver.broker import clients, daemon, discovery, protocol, status
+from memsaver.broker import caller, clients, daemon, discovery, protocol, status
 from memsaver.broker.protocol import Message
+from memsaver.errors import gib
 from tests.broker_support import PATIENCE_S, Client, Local, Running, granted
 from tests.pool_support import Worker
 from tests.support import GIB, MIB, PAGE, ROOT, Peer, descriptors, run_clean, until
@@ -120,7 +122,7 @@ def test_status_shows_clients_and_their_reports(broker: Local) -> None:
     row = broker.row(os.getpid())
     assert (row["held_bytes"], row["connected"], row["waiting"], row["regions"]) == (3 * MEDIUM, True, [], [])
     assert row["report_age_s"] is None and not row["is_current"]
-    regions = [["kv cache", "paused", "host", 5, 4, 3], ["weights", "active", "disk", 50, 40, 30]]
+    regions = [["kv cache", "paused", "host", 5, 4, 3, 2], ["weights", "active", "disk", 50, 40, 30, 0]]
     one.say("report", text=json.dumps({"imported_bytes": None, "host_held_bytes": 7, "rows": [], "regions": regions}))
     one.look()
     row = broker.row(os.getpid())
@@ -138,7 +140,7 @@ def test_status_shows_clients_and_their_reports(broker: Local) -> None:
 
 
 def test_a_status_longer_than_a_packet_leaves_regions_out(broker: Local) -> None:
-    regions = [["tag" * 30, "active", "none", 1, 1, 1]] * 200
+    regions = [["tag" * 30, "active", "none", 1, 1, 1, 0]] * 200
     for client in [broker.client() for _ in range(3)]:
         client.say("report", text=REPORT % ("", json.dumps(regions)[1:-1]))
         client.look()
@@ -674,13 +676,39 @@ def test_top_and_trim_show_and_release_the_memory_of_pools(
     assert f"running: cpu ({broker.uuid})" in err
 
 
+def test_top_shows_the_device_and_the_seconds_since_a_pause(elsewhere: Running) -> None:
+    with Worker(elsewhere, f"held = hold('a', {64 * MIB})", "held.region.pause()", "other = hold('b', 4)") as worker:
+        until(lambda: any(each["paused_s"] for each in elsewhere.row(worker.pid)["regions"]))
+        text = elsewhere.run("top").stdout
+        assert re.search(r"region a \(paused since [1-9]\d* s\) ", text) and "region b (active) " in text
+        [pool] = json.loads(elsewhere.run("top", "--json").stdout)["pools"]
+    used, total = pool["ledger"]["used_bytes"], pool["device_bytes"]
+    assert f"  in use on the device: {gib(used)} of {gib(total)}, free {gib(total - used)}\n" in text and used < total
+
+
+def test_a_broker_of_another_version_is_stopped(
+    elsewhere: Running, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(elsewhere.directory))
+    other = protocol.VERSION + 1
+    monkeypatch.setattr(caller, "Message", lambda kind, words, text: Message(kind, (other, *words[1:]), text))
+    assert f"version {other}" in command(capsys, "top")[2]
+    out = f"{elsewhere.uuid}: stopped the broker with pid {elsewhere.process.pid}\n"
+    assert command(capsys, "broker", "--stop") == (0, out, "")
+    elsewhere.process.wait(PATIENCE_S)
+    assert not discovery.is_locked(elsewhere.path)
+
+
 def test_commands_without_a_broker(empty: Running) -> None:
     done = empty.run("broker", "--stop")
     assert done.returncode == 1 and "no broker" in done.stderr
+    table = r"^ +pid  process +memory +bytes$"
+    assert not re.search(table, empty.run("top").stdout, re.MULTILINE)
     with Worker(empty, f"held = hold('a', {64 * MIB})", MEMSAVER_POOL="process") as worker:
         pid = worker.pid
         text = empty.run("top", "--device", "cpu").stdout
         assert "no broker of a shared pool runs" in text and "without a shared pool" in text
+        assert re.search(table, text, re.MULTILINE)
         rows = [line.split() for line in text.splitlines()]
         assert [row for row in rows if row[:1] == [str(pid)] and row[-2:] == ["64.0", "MiB"]], text
         found = json.loads(empty.run("top", "--json").stdout)

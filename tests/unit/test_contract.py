@@ -386,11 +386,13 @@ def test_stats_are_ready_for_json_and_a_table_for_readers(make: Make) -> None:
     row = next(row for row in device["regions"] if row["tag"] == region.tag)
     assert row == {
         "tag": region.tag, "backup": "host", "state": "paused", "frozen": False, "allocated_bytes": 3 * MIB,
-        "mapped_bytes": 0, "offered_bytes": 0, "backup_bytes": 3 * MIB,
+        "mapped_bytes": 0, "offered_bytes": 0, "backup_bytes": 3 * MIB, "paused_s": row["paused_s"],
     }  # fmt: skip
+    assert row["paused_s"] > 0
     rows = [line.split() for line in str(memsaver.stats()).splitlines()]
     assert [region.tag, "paused", "host", "3.0", "MiB", "0.0", "MiB", "3.0", "MiB"] in rows
     region.resume()
+    assert next(each for each in memsaver.stats().devices["cpu"].regions if each.tag == region.tag).paused_s == 0
     held[0].check()
     assert run_clean("import memsaver; print(memsaver.stats().asdict()['devices'])") == "{}\n", "those in use alone"
 

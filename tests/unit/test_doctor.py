@@ -516,6 +516,11 @@ def test_limit_of_locked_memory(fake: Fake) -> None:
     assert fake.has(host.locked_memory, "ok", "8.0 MiB")  # the host driver pins nothing
     fake.driver(13000, [GPU])
     assert fake.has(host.locked_memory, "note", f"8.0 MiB in loop (pid {PID})")
+    for pid in range(PID + 1, PID + 16):
+        fake.process(pid=pid)
+        fake.write(f"/proc/{pid}/limits", "Max locked memory         8388608              8388608              bytes\n")
+    [text] = [value for state, value in fake.find(host.locked_memory) if state == "note"]
+    assert text.count("loop (pid") < 5 and text.endswith(f"{16 - text.count('loop (pid')} more")
 
 
 def test_huge_pages_and_nodes(fake: Fake) -> None:
@@ -601,7 +606,7 @@ def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch:
         patch.setattr(caller, "Message", lambda kind, words, text: Message(kind, (own + 1, *words[1:]), text))
         [wrong] = [each for each in pools.brokers(Machine()) if each.state == "error"]
         assert re.search(f"process {os.getpid()} speaks version {own} .* version {own + 1}", wrong.value)
-        assert "end that broker" in wrong.remedy
+        assert "broker --stop" in wrong.remedy
         with pytest.raises(memsaver.BrokerError, match=f"\n{errors.CHECKED}$"):
             broker.status()
 

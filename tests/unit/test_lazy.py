@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -387,14 +388,20 @@ def test_the_bound_of_a_pause_ends_copies_of_offered_chunks(make: Make, backup: 
     check(held)
 
 
+def paused_s(region: memsaver.Region) -> float:
+    return next(each.paused_s for each in memsaver.stats().devices["cpu"].regions if each.tag == region.tag)
+
+
 def test_a_shortage_of_host_memory_keeps_the_other_chunks(make: Make) -> None:
     memsaver.release_host_memory()
     region, held = lazily(make)
     memsaver.configure(host_limit=host_held_bytes() + 2 * CHUNK)
+    time.sleep(0.05)
+    before = paused_s(region)
     try:
         with Fill(leave=0):
             more = blocks(make("none"), [CHUNK])
-            assert region.backup_bytes == CHUNK
+            assert region.backup_bytes == CHUNK and paused_s(region) > before
             for late in (make("none"), make("none")):
                 with pytest.raises(memsaver.OutOfMemoryError, match="cannot be copied: .*host_limit is") as raised:
                     late.empty(3 * CHUNK, torch.uint8)

@@ -260,7 +260,7 @@ def test_a_report_survives_its_message_and_the_rows_of_a_long_one_are_joined(
     found = sent(few)
     assert found["rows"] == [list(part) for part in few]
     region = held.region
-    assert [region.tag, "active", "none", 2 * MIB, region.mapped_bytes, 0] in found["regions"]
+    assert [region.tag, "active", "none", 2 * MIB, region.mapped_bytes, 0, 0] in found["regions"]
     rows = sent([("guest", f"part {each} {200 * chr(120)}", "", each) for each in range(1, 1001)])["rows"]
     assert len(rows) == reports.MOST_ROWS and sum(row[3] for row in rows) == sum(range(1001))
     assert rows[0][3] == 1000 and rows[-1][0] == "other"
