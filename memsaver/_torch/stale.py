@@ -207,11 +207,20 @@ def _named() -> Iterator[tuple[str, int, int]]:
     """Name, address and bytes of the tensors with names that are alive."""
     for name, found in list(_names.items()):
         if (tensor := found()) is not None:
-            local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
-            if local.is_contiguous():
-                yield name, local.data_ptr(), local.nbytes
-            else:
-                yield name, local.untyped_storage().data_ptr(), local.untyped_storage().nbytes()
+            for part, local in _parts(name, getattr(tensor, "_local_tensor", tensor)):  # of a DTensor
+                if local.is_contiguous():
+                    yield part, local.data_ptr(), local.nbytes
+                else:
+                    yield part, local.untyped_storage().data_ptr(), local.untyped_storage().nbytes()
+
+
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The tensors with memory of one that has none itself, such as torchao's quantized weights."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        yield from _parts(f"{name}.{attribute}", getattr(tensor, attribute))
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import memsaver
 from memsaver._torch import stale
@@ -115,6 +116,20 @@ def test_one_piece_of_any_size_and_place_is_found(make: Make, count: int) -> Non
     assert raised.value.tensors == [("part", 4 * count, min(64, 4 * count))]
     part[0] = 0
     memsaver.check_written(region)
+
+
+def test_a_tensor_made_of_others_has_them_as_parts(make: Make) -> None:
+    region = make()
+    data, scale = region.empty(300), region.empty(300)
+    module = nn.Module()
+    module.weight = nn.Parameter(TwoTensor(data, scale), requires_grad=False)
+    memsaver.name_tensors(module)
+    region.pause()
+    region.resume()
+    data.zero_()
+    with pytest.raises(memsaver.StaleError) as raised:
+        memsaver.check_written(region)
+    assert [name for name, *_ in raised.value.tensors] == ["weight.b"]
 
 
 def test_random_correct_sequences_give_no_alarm(make: Make) -> None:
