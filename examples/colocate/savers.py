@@ -19,7 +19,6 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-import torch.multiprocessing  # registers the reducers of tensors
 from torch import Tensor
 
 import memsaver

@@ -8,13 +8,10 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.multiprocessing  # registers the reducers of tensors
-
 from .engine import Completion, EngineConfig, SamplingParams
 from .engine.scheduler import Counts
 from .engine.sequence import Sequence
-from .model import ModelConfig, WeightPart, bit_sum, parameter_shapes, weight_layout
+from .model import ModelConfig, WeightPart, checksums, parameter_shapes, weight_layout
 
 _BLOCK = 16  # tokens of a KV block
 _METRICS = {"vllm:prefix_cache_hits": "prefix_hit_tokens", "vllm:num_preemptions": "preemptions"}
@@ -108,9 +105,8 @@ class VllmEngine:
         return bytes(ForkingPickler.dumps(self._parameters))
 
     def checksums(self) -> dict[str, int]:
-        """The `bit_sum` of each parameter, by Hugging Face name."""
-        sums = torch.stack([bit_sum(each) for each in self._parameters.values()])
-        return dict(zip(self._parameters, sums.tolist()))
+        """Of each parameter, by Hugging Face name."""
+        return checksums(self._parameters)
 
     def addresses(self) -> dict[str, int]:
         """Of all parameters and constants."""

@@ -15,7 +15,7 @@ from examples.colocate.engine.batches import Readback
 from examples.colocate.engine.decoder import Decoder
 from examples.colocate.engine.sampling import sample
 from examples.colocate.engine.sequence import Sequence
-from examples.colocate.model import ModelConfig, bit_sum
+from examples.colocate.model import ModelConfig, checksums
 from tests.examples.engine_support import (
     CPU,
     QWEN,
@@ -248,12 +248,14 @@ def test_loading_checks_every_tensor(make_engine: MakeEngine) -> None:
 def test_checksums_see_each_bit(make_engine: MakeEngine) -> None:
     model = dataclasses.replace(QWEN, dtype=torch.bfloat16)
     engine, weights = make_engine(model), random_weights(model)
-    assert engine.checksums() == {name: int(bit_sum(weight)) for name, weight in weights.items()}
+    assert engine.checksums() == checksums(weights)
     norm, up = "model.norm.weight", "model.layers.1.mlp.up_proj.weight"
     halves = weights[up].float().chunk(2)  # as shards of fp32 are summed, each after its cast
-    assert engine.checksums()[up] == sum(int(bit_sum(half.to(model.dtype))) for half in halves)
+    assert engine.checksums()[up] == sum(
+        checksums({str(at): half.to(model.dtype) for at, half in enumerate(halves)}).values()
+    )
     weights[norm][3] = torch.nextafter(weights[norm][3], torch.tensor(9.0, dtype=model.dtype))
-    sums = {name: int(bit_sum(weight)) for name, weight in weights.items()}
+    sums = checksums(weights)
     assert [name for name, total in engine.checksums().items() if total != sums[name]] == [norm]
 
 

@@ -270,7 +270,7 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(
     with pytest.raises(NonFiniteError, match="step 2 was not applied: the gradient norm is nan, the losses") as raised:
         trainer.train_step(trainer.deal(poisoned(samples(), 0)), 1e-3)
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
-    assert [math.isnan(loss) for loss in raised.value.args[2]] == [True]
+    assert "the losses of the ranks are [nan]; expected" in str(raised.value)
     with monkeypatch.context() as patch, pytest.raises(NonFiniteError, match="the gradient norm is inf, the losses"):
         patch.setattr(torch.nn.utils, "get_total_norm", lambda *_, **__: torch.tensor(math.inf))
         trainer.train_step(trainer.deal(samples()), 1e-3)
@@ -372,7 +372,7 @@ def test_a_folder_without_the_models_parameters_is_refused(tmp_path: Path) -> No
     saved(MODEL, tmp_path)
     with pytest.raises(FolderError, match="model.layers.2"):
         Trainer(replace(MODEL, num_layers=3), PLAIN, join("cpu"), tmp_path)
-    with pytest.raises(FolderError, match="embed_tokens.weight has shape"):
+    with pytest.raises(FolderError, match="Size mismatch .* for "):
         Trainer(replace(MODEL, vocab_size=17), PLAIN, join("cpu"), tmp_path)
 
 

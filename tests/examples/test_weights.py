@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from examples.colocate.engine.decoder import Decoder
-from examples.colocate.model import ModelConfig, bit_sum, parameter_shapes
+from examples.colocate.model import ModelConfig, checksums, parameter_shapes
 from examples.colocate.trainer import EngineWeights, Trainer
 from examples.colocate.trainer.process_group import join
 from examples.colocate.trainer.weights import WeightWriter
@@ -71,7 +71,7 @@ def test_every_tensor_is_that_of_a_checkpoint_load(model: ModelConfig, size: int
                 for mine, other in zip(engine, expected):
                     assert bits(mine.weights) == bits(other.weights)  # fused, as the forward pass uses them
         for each in expected:
-            assert writer.checksums(each.layout) == {name: int(bit_sum(part)) for name, part in each.parameters.items()}
+            assert writer.checksums(each.layout) == checksums(each.parameters)
 
 
 @pytest.mark.parametrize(("size", "calls"), [(1, 1), (2, 4)])
@@ -150,7 +150,7 @@ def test_a_checksum_sees_one_bit_and_a_step_before(trainer: Trainer) -> None:
 
     def differing() -> set[str]:
         expected = trainer.weights.checksums(decoder.layout)
-        return {name for name, each in decoder.parameters.items() if int(bit_sum(each)) != expected[name]}
+        return {name for name, found in checksums(decoder.parameters).items() if found != expected[name]}
 
     assert differing() == set()
     decoder.parameters["model.norm.weight"].view(torch.int32)[3] ^= 1

@@ -25,7 +25,6 @@ Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 State = tuple[Tensor | None, Tensor]
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_DEVIATION = 0.02  # of random weights
 
 
 class Decoder:
@@ -107,22 +106,6 @@ class Decoder:
         """Logits [T, V] in the model's dtype, of the whole vocabulary on every rank."""
         logits_TV = F.linear(hidden_TC, self._head_VC)
         return self.parallel.gather_last(logits_TV) if self._shares_vocabulary else logits_TV
-
-    @torch.no_grad()
-    def initialize(self, seed: int) -> None:
-        """Random weights: norms one, biases zero, the rest normal with deviation 0.02.
-
-        The full model is the same for every number of ranks.
-        """
-        device = self._head_VC.device
-        for index, (name, part) in enumerate(self.layout.items()):
-            full = torch.empty(part.full_shape, dtype=self.config.dtype, device=device)
-            if full.dim() == 1:
-                full.fill_(0.0 if name.endswith(".bias") else 1.0)
-            else:
-                generator = torch.Generator(device).manual_seed((seed * 1_000_003 + index) % 2**32)
-                full.normal_(0.0, _DEVIATION, generator=generator)
-            self.parameters[name].copy_(part.of(full))
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

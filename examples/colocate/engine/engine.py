@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
 
 import torch
-import torch.multiprocessing  # registers the reducers of tensors
 from torch import Tensor
 
-from ..model import ModelConfig, WeightPart, bit_sum
+from ..model import ModelConfig, WeightPart, checksums, random_parameters
 from .batches import Readback
 from .block_manager import BlockManager
 from .decoder import Decoder
@@ -51,7 +50,7 @@ class Engine:
         self.max_model_len = min(model.max_position, config.max_model_len or model.max_position)
         self.memory = EngineMemory(self.device) if memory is None else memory
         self.model = Decoder(model, self.memory.weights, self.memory.buffers, parallel)
-        self.model.initialize(config.seed)
+        self.model.load_weights(random_parameters(model, model.dtype, self.device, config.seed % 2**32))
         self.weight_layout: dict[str, WeightPart] = self.model.layout  # this rank's slice of each parameter
         self.counts = Counts()
         self.runner = ModelRunner(self.model, config, self.max_model_len, self.memory, self.counts)
@@ -173,10 +172,9 @@ class Engine:
         return bytes(ForkingPickler.dumps(self.model.parameters))
 
     def checksums(self) -> dict[str, int]:
-        """The `bit_sum` of this rank's part of each parameter, by Hugging Face name."""
+        """Of this rank's part of each parameter, by Hugging Face name."""
         self.memory.weights.check_active("be read")
-        parameters = self.model.parameters
-        return dict(zip(parameters, torch.stack([bit_sum(each) for each in parameters.values()]).tolist()))
+        return checksums(self.model.parameters)
 
     @torch.no_grad()
     def capture(self) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -77,3 +79,15 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
+
+
+def random_parameters(
+    config: ModelConfig, dtype: torch.dtype, device: str | torch.device, seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Initial values of every parameter by name, one at a time: norms one, biases zero, the rest normal."""
+    generator = torch.Generator(device).manual_seed(seed)
+    for name, shape in parameter_shapes(config).items():
+        full = torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, dtype=dtype, device=device)
+        if full.dim() > 1:
+            full.normal_(0.0, 0.5 if "embed_tokens" in name else shape[1] ** -0.5, generator=generator)
+        yield name, full

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .config import ModelConfig, RopeScaling
 
@@ -79,34 +81,23 @@ def _config(found: Any, dtype: torch.dtype | None) -> ModelConfig:
     )
 
 
+def load_parameters(parameters: Mapping[str, Tensor], folder: Path) -> None:
+    """Overwrite parameters with those of a folder, in place and in their own dtype. A sharded one reads its part.
+
+    A collective, if there is a process group. Raises FolderError for files that are missing or broken, and for
+    parameters that are missing or have another shape.
+    """
+    with failing(FolderError, f"{folder}: expected the model's parameters in safetensors"):
+        held = {name: parameter.detach() for name, parameter in parameters.items()}
+        dcp.load(held, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
 @contextmanager
-def parameters(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """The parameters by Hugging Face name: each has `get_shape()`, and reads the part that it is indexed with.
-
-    Raises FolderError, at the begin or inside, for files that are missing or broken.
-    """
-    # Imported when first needed: with random weights no such package is.
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
+def failing(kind: type[Exception], text: str) -> Iterator[None]:
+    """Raises an error with each rank's reason in a line: torch's own holds their stacks, and does not pickle."""
     try:
-        names = {"model.safetensors"}
-        if index.exists():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        with ExitStack() as stack:
-            files = [stack.enter_context(safe_open(folder / name, "pt", device="cpu")) for name in sorted(names)]
-            yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118 no dictionary
-    except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise FolderError(f"{folder}: {error!r}; expected the model's parameters in safetensors") from error
-
-
-def named_tensors(folder: Path, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Full parameters by Hugging Face name, one at a time, on the CPU; converted to `dtype` where one is given.
-
-    An output matrix that is tied to the embedding is left out. Raises FolderError.
-    """
-    tied = load_config(folder, dtype).tie_word_embeddings
-    with parameters(folder) as stored:
-        for name, each in stored.items():
-            if not (tied and name == "lm_head.weight"):
-                yield name, each[:].to(dtype)
+        yield
+    except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        causes = error.failures if isinstance(error, CheckpointException) else {}
+        said = "; ".join(f"rank {rank}: {cause[0]!r}" for rank, cause in causes.items()) or repr(error)
+        raise kind(f"{text}: {said}") from None

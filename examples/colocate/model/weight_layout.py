@@ -6,9 +6,11 @@ The engine's loader, and every program that writes weights into an engine, follo
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .config import ModelConfig, parameter_shapes
@@ -63,10 +65,13 @@ def weight_layout(config: ModelConfig, rank: int = 0, size: int = 1) -> dict[str
     return layout
 
 
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's elements as integers of the same bits: an exact checksum, int64 [] on its device.
+def checksums(tensors: Mapping[str, Tensor], of_all_ranks: bool = False) -> dict[str, int]:
+    """By name, the sum of a tensor's elements as integers of the same bits: an exact checksum.
 
-    The sums of a tensor's parts add up to that of the whole, modulo 2**64: those of the ranks of a trainer and those
-    of the ranks of an engine can be compared.
+    The sums of a tensor's parts add up to that of the whole, modulo 2**64. With `of_all_ranks` each rank has a part.
     """
-    return tensor.detach().view(_BITS[tensor.element_size()]).sum(dtype=torch.int64)
+    sums = [each.detach().view(_BITS[each.element_size()]).sum(dtype=torch.int64) for each in tensors.values()]
+    found = torch.stack(sums)
+    if of_all_ranks:
+        dist.all_reduce(found)
+    return dict(zip(tensors, found.tolist()))

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..grpo import importance_weights, policy_loss
-from ..model import ModelConfig, bit_sum
+from ..model import ModelConfig, checksums, random_parameters
+from ..model.folder import load_parameters
 from ..model.layers import rotary_tables
 from . import state_files
 from .batch import MicroBatch, RankBatch, Sample
@@ -53,15 +54,7 @@ class StepMetrics:
 
 
 class NonFiniteError(RuntimeError):
-    """A step's loss or gradients are NaN or infinite. All ranks raise it, with weights and moments of before the step.
-
-    Arguments: the number of the step, the norm of the gradients of all ranks, and each rank's loss over its tokens.
-    """
-
-    def __str__(self) -> str:
-        step, grad_norm, losses = self.args
-        found = f"the gradient norm is {grad_norm}, the losses of the ranks are {losses}"
-        return f"optimizer step {step} was not applied: {found}; expected finite numbers"
+    """A step's loss or gradients are NaN or infinite. All ranks raise it, with weights and moments of before the step."""
 
 
 class Trainer:
@@ -98,12 +91,16 @@ class Trainer:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
         self.memory.place_params(self.model)
-        if folder is None:
-            self._initialize()
-        else:
-            state_files.load_pretrained(self.model, folder)
-        parameters = self.model.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=config.betas, weight_decay=0.0, fused=True)
+        parameters = dict(self.model.named_parameters())
+        if folder is not None:
+            load_parameters(parameters, folder)
+        else:  # the same however many ranks share them
+            for name, full in random_parameters(model, torch.float32, self.device, config.seed):
+                rows, first = own_rows(parameters[name])
+                rows.copy_(full[first : first + len(rows)])
+        self.optimizer = torch.optim.AdamW(
+            parameters.values(), lr=0.0, betas=config.betas, weight_decay=0.0, fused=True
+        )
         self.memory.place_state(self.optimizer)
         self.weights = WeightWriter(self.model, model.dtype)
         positions = model.max_position, model.head_dim
@@ -166,10 +163,9 @@ class Trainer:
         state_files.load(self.model, self.optimizer, folder)
 
     def checksums(self) -> dict[str, int]:
-        """By name, the `bit_sum` of this rank's shards of parameters and moments, and of the step counters."""
-        tensors = state_files.tensors(self.model, self.optimizer)
-        sums = torch.stack([bit_sum(local(tensor)) for tensor in tensors.values()])
-        return dict(zip(tensors, sums.tolist()))
+        """By name, of this rank's shards of parameters and moments, and of the step counters."""
+        held = state_files.tensors(self.model, self.optimizer)
+        return checksums({name: local(tensor) for name, tensor in held.items()})
 
     def _forward(self, batch: MicroBatch, temperature: float, with_statistics: bool = False) -> Tensor:
         """Log-probabilities of a micro-batch, and statistics: see `token_logprobs`."""
@@ -206,20 +202,11 @@ class Trainer:
         losses, held, refusing = sums_R3.T.tolist()
         # Of all ranks: they decide alike also where rounding made their norms differ.
         if any(refusing):
-            raise NonFiniteError(self.steps_taken + 1, float(total_norm), losses)
+            found = f"the gradient norm is {float(total_norm)}, the losses of the ranks are {losses}"
+            step = self.steps_taken + 1
+            raise NonFiniteError(f"optimizer step {step} was not applied: {found}; expected finite numbers")
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm, foreach=True)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
         return StepMetrics(sum(losses) / batch.num_targets, float(total_norm), sum(held) / batch.num_targets)
-
-    @torch.no_grad()
-    def _initialize(self) -> None:
-        """The same values however many ranks share them: each draws the whole tensor and keeps its part."""
-        generator = torch.Generator(self.device).manual_seed(self.config.seed)
-        for name, parameter in self.model.named_parameters():
-            full = torch.full(parameter.shape, 0.0 if name.endswith(".bias") else 1.0, device=self.device)
-            if full.dim() > 1:
-                full.normal_(0.0, 0.5 if "embed_tokens" in name else full.shape[1] ** -0.5, generator=generator)
-            rows, first = own_rows(parameter)
-            rows.copy_(full[first : first + len(rows)])

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..model import WeightPart, bit_sum
+from ..model import WeightPart, checksums
 from .trainer_memory import own_rows
 
 Rows = tuple[Tensor, int]  # some rows of a parameter, and the number of the first
@@ -56,11 +55,9 @@ class WeightWriter:
 
     @torch.no_grad()
     def checksums(self, layout: Mapping[str, WeightPart]) -> dict[str, int]:
-        """The `bit_sum` of each slice of a layout, in the engines' dtype, by the parameter's name. A collective."""
-        parts = [_common(self._rows[name], part)[0] for name, part in layout.items()]
-        sums = torch.stack([bit_sum(part.to(self.dtype)) for part in parts])
-        dist.all_reduce(sums)
-        return dict(zip(layout, sums.tolist()))
+        """Of each slice of a layout, in the engines' dtype, by the parameter's name. A collective."""
+        parts = {name: _common(self._rows[name], part)[0].to(self.dtype) for name, part in layout.items()}
+        return checksums(parts, of_all_ranks=True)
 
     def _check(self, engine: EngineWeights) -> None:
         expected, device = self._parameters.keys(), next(iter(engine.tensors.values())).device
