@@ -96,15 +96,14 @@ def make_engine(
         "max_batch_size": batch,
         "block_size": BLOCK,
         "num_blocks": 1 + batch * -(-length // BLOCK),
-        "max_model_len": length,
         "max_prefill_tokens": max(CHUNK, *(load.batch * load.prompt for load in loads if not load.ragged), 0),
         "graph_batch_sizes": tuple(sorted({load.batch for load in loads})),
     }
     if device != "cpu":
         torch.cuda.set_device(device)
     memory = None if regions else OtherEngineMemory(torch.device(device), "resident")
-    model, sizes = shape_of(loads[0].model, small), EngineConfig(**{**config, **settings})
-    engine = Engine(model, sizes, device, parallel, memory)
+    model = replace(shape_of(loads[0].model, small), max_position=length)
+    engine = Engine(model, EngineConfig(**{**config, **settings}), device, parallel, memory)
     engine.capture()
     # Host memory for all backups. A virtual machine may report less available memory than it can get.
     rows = [row for each in memsaver.stats().devices.values() for row in each.regions]

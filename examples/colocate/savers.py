@@ -161,14 +161,11 @@ class OtherEngineMemory(EngineMemory):
 
     def __init__(self, device: torch.device, saver: str) -> None:
         self.region: Any = OTHERS[saver]
-        super().__init__(device)
-        self.captures_graphs = device.type == "cuda" and saver != "to-cpu"
+        super().__init__(device, graphs=saver != "to-cpu")
         self._pool: Any = None
 
     def graph(self) -> tuple[Any, AbstractContextManager[Any]]:
         graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
-        if self.cuda_graph is None:
-            self.cuda_graph = self.region("cuda_graph", str(self.device), "host")
         options: dict[str, Any] = {"pool": self._pool, "stream": self._stream}
         if isinstance(self.cuda_graph, Tagged):
             options |= {"tag": "cuda_graph", "enable_cpu_backup": True}

@@ -90,21 +90,18 @@ def synchronise() -> None:
 
 @contextmanager
 def engine_maker(device: str = "cpu", deviation: float = 0.3, **default: Any) -> Iterator[MakeEngine]:
-    """Makes engines with `random_weights`, on one thread. Afterwards they are closed, and all regions are active."""
-    made: list[Engine] = []
+    """Makes engines with `random_weights`, on one thread. Afterwards all regions are active."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # these tensors are too small for several
     sizes = {"max_batch_size": 4, "block_size": 4, "num_blocks": 64, **default}
 
     def make(model: ModelConfig = QWEN, seed: int = 0, memory: EngineMemory | None = None, **config: Any) -> Engine:
-        made.append(Engine(model, EngineConfig(**{**sizes, **config}), device, memory=memory))
-        made[-1].load_weights(random_weights(model, seed, deviation).items())
-        return made[-1]
+        made = Engine(model, EngineConfig(**{**sizes, **config}), device, memory=memory)
+        made.load_weights(random_weights(model, seed, deviation).items())
+        return made
 
     yield make
     memsaver.resume()
-    for engine in made:
-        engine.close()
     torch.set_num_threads(threads)
 
 
@@ -140,8 +137,8 @@ def graph_differences(engine: Engine) -> dict[str, float]:
     hidden states, by the norm of the difference, relative to that of a token's state.
     """
     runner, found = engine.runner, dict[str, float]()
-    for size in engine.captured_batch_sizes:
-        fill_with_random_context(engine, [1 + 7 * row % (engine.max_model_len - 1) for row in range(size)])
+    for size in sorted(runner.decode_graphs):
+        fill_with_random_context(engine, [1 + 7 * row % (engine.model_config.max_position - 1) for row in range(size)])
         outcomes = []
         for step in (runner.decode_graphs[size].replay, lambda size=size: runner.decode_step(size)):
             runner.batch.latest.copy_(torch.arange(len(runner.batch.latest)) % engine.model_config.vocab_size)
@@ -149,7 +146,7 @@ def graph_differences(engine: Engine) -> dict[str, float]:
             step()
             outcomes.append(torch.tensor(runner.batch.read_back().wait(size), dtype=torch.float64))
         found[f"decode {size}"] = (outcomes[0] - outcomes[1]).abs().max().item()  # max() keeps NaN
-    longest = engine.max_model_len - 1
+    longest = engine.model_config.max_position - 1
     for size in runner.prefill_graphs.pieces:
         for count in (size, max(1, size - 7)):
             lengths = [longest] * (count // longest) + ([count % longest] if count % longest else [])

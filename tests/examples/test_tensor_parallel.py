@@ -72,8 +72,6 @@ def check_model(model: ModelConfig) -> None:
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
         else:  # sums of 8 bits are rounded elsewhere
             assert one.logprobs[0] == pytest.approx(other.logprobs[0], abs=0.2)
-    for engine in engines:
-        engine.close()
 
 
 def check_rank(rank: int, meeting: str) -> None:

@@ -289,7 +289,6 @@ def test_the_engine_agrees_about_tokens_it_sampled(temperature: float) -> None:
     _, statistics = trainer.recompute([Sample(each.prompt, each.tokens, each.logprobs) for each in done])
     assert statistics.tokens == 32 * 12 and statistics.largest_gap < 1e-4
     assert abs(statistics.z) < 4
-    engine.close()
 
 
 def test_a_trainer_continues_from_its_checkpoint(trainer: Trainer, tmp_path: Path) -> None:

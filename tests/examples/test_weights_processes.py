@@ -67,7 +67,6 @@ class EngineSide:
             for name, weight in engine.model.weights.items():
                 assert torch.equal(weight.view(torch.uint8), other.model.weights[name].view(torch.uint8)), name
             assert engine.checksums() == sums
-            other.close()
 
     def _make(self, parallel: Parallel) -> Engine:
         return Engine(MODEL, EngineConfig(max_batch_size=4, block_size=4, num_blocks=16), parallel=parallel)

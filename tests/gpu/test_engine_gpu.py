@@ -38,7 +38,7 @@ MODEL = ModelConfig(
     num_kv_heads=2,
     head_dim=64,
     intermediate_size=512,
-    max_position=512,
+    max_position=256,
     dtype=torch.bfloat16,
 )
 TAGS = ["weights", "kv_cache", "buffers", "cuda_graph"]
@@ -118,7 +118,7 @@ def test_caches_beyond_32_bit_indices_are_addressed_correctly() -> None:
 
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    sizes: dict[str, Any] = {"max_batch_size": 8, "block_size": 16, "num_blocks": 128, "max_model_len": 256}
+    sizes: dict[str, Any] = {"max_batch_size": 8, "block_size": 16, "num_blocks": 128}
     with engine_maker("cuda", 0.1, **sizes, prefix_cache=False, graph_batch_sizes=(1, 2, 4, 8)) as make:
         yield lambda model=MODEL, **config: make(model, **config)
 
@@ -206,13 +206,13 @@ def test_a_failing_capture_leaves_the_engine_serving(make_engine: MakeEngine, mo
         patch.setattr(engine.runner, "decode_step", synchronising)
         with pytest.raises(RuntimeError, match="captur"):
             engine.capture()
-    assert not engine.captured_batch_sizes
+    assert not engine.runner.decode_graphs
     for size, tokens in expected.items():
         assert greedy(engine, size, use_graphs=True) == tokens
     assert engine.counts.decode_replays == 0
     torch.rand(1, device="cuda")  # torch's own generator has recovered as well
     engine.capture()
-    assert engine.captured_batch_sizes == (1, 2, 4, 8)
+    assert sorted(engine.runner.decode_graphs) == [1, 2, 4, 8]
     for size, tokens in expected.items():
         assert greedy(engine, size, use_graphs=True) == tokens
     assert engine.counts.decode_replays > 0

@@ -24,13 +24,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
 ]
 
-MODEL = ModelConfig(1000, 256, 3, 8, 2, 64, 512, 4096, dtype=torch.bfloat16)
+MODEL = ModelConfig(1000, 256, 3, 8, 2, 64, 512, 2048, dtype=torch.bfloat16)
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=24)
 
 
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    sizes: dict[str, Any] = {"max_batch_size": 6, "block_size": 16, "num_blocks": 1024, "max_model_len": 2048}
+    sizes: dict[str, Any] = {"max_batch_size": 6, "block_size": 16, "num_blocks": 1024}
     with engine_maker("cuda", deviation=0.02, **sizes, prefill_graph_sizes=()) as make:
         yield lambda model=MODEL, **config: make(model, **config)
 
@@ -134,7 +134,7 @@ def test_flash_attention_agrees_with_one_call_for_each_sequence() -> None:
 
 # Of shapes that no other test has: a kernel that another one compiled would not be compiled again.
 ODD = {
-    hidden: ModelConfig(1003 + hidden, hidden, 2, 10, 5, head_dim, 2 * hidden, 4096, dtype=torch.bfloat16)
+    hidden: ModelConfig(1003 + hidden, hidden, 2, 10, 5, head_dim, 2 * hidden, 2048, dtype=torch.bfloat16)
     for hidden, head_dim in ((320, 32), (448, 40))
 }
 

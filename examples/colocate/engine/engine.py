@@ -47,13 +47,12 @@ class Engine:
         self.device = torch.device(device)
         if self.device.type == "cuda":  # where kernels are launched and events recorded
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.max_model_len = min(model.max_position, config.max_model_len or model.max_position)
         self.memory = EngineMemory(self.device) if memory is None else memory
         self.model = Decoder(model, self.memory.weights, self.memory.buffers, parallel)
         self.model.load_weights(random_parameters(model, model.dtype, self.device, config.seed % 2**32))
         self.weight_layout: dict[str, WeightPart] = self.model.layout  # this rank's slice of each parameter
         self.counts = Counts()
-        self.runner = ModelRunner(self.model, config, self.max_model_len, self.memory, self.counts)
+        self.runner = ModelRunner(self.model, config, self.memory, self.counts)
         # After the cache itself: too many blocks fail there, with an error of the device's memory.
         self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
         self.scheduler = Scheduler(self.blocks, config.max_batch_size, self.runner.max_prefill_tokens, self.counts)
@@ -64,13 +63,8 @@ class Engine:
     @property
     def tags(self) -> tuple[str, ...]:
         """Of the regions; that of the weights comes first."""
-        graphs = ("cuda_graph",) if self.captured_batch_sizes else ()
+        graphs = ("cuda_graph",) if self.memory.captures_graphs else ()
         return ("weights", "buffers", "kv_cache", *graphs)
-
-    @property
-    def captured_batch_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that have a graph, ascending; none on the CPU."""
-        return tuple(sorted(self.runner.decode_graphs))
 
     @property
     def random_state(self) -> Tensor:
@@ -84,38 +78,23 @@ class Engine:
         none of the prompts queued.
         """
         self.memory.check_active(use_graphs)
-        sequences: list[Sequence] = []
-        try:
-            for prompt in prompts:
-                sequences.append(self.submit(prompt, sampling))
-            for sequence in sequences:
-                while sequence.finish_reason is None:
-                    self.step(use_graphs)
-            self.settle()
-        except BaseException:
-            for sequence in sequences:
-                self.cancel(sequence)
-            raise
+        sequences = [self._request(prompt, sampling) for prompt in prompts]
+        self.scheduler.waiting += sequences
+        for sequence in sequences:
+            while sequence.finish_reason is None:
+                self.step(use_graphs)
+        self.settle()
         return [sequence.completion() for sequence in sequences]
 
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
         """Queue one request; `step`, or a `drain`, works on it until its `finish_reason` is set.
 
         "failed" if a step did, whether it was this request's or not. Raises ValueError for a prompt that has other
-        tokens than the model, or is too long.
+        tokens than the model, or is too long, and for a request that could not finish alone in the whole KV cache.
         """
-        if unknown := [token for token in prompt if not 0 <= token < self.model_config.vocab_size]:
-            raise ValueError(f"prompt has {unknown[0]!r}; expected tokens from 0 to {self.model_config.vocab_size - 1}")
-        if not 1 <= len(prompt) < self.max_model_len:
-            raise ValueError(f"prompt has {len(prompt)} tokens; expected 1 to {self.max_model_len - 1}")
-        max_tokens = min(len(prompt) + sampling.max_new_tokens, self.max_model_len)
-        sequence = Sequence(list(prompt), sampling, max_tokens)
-        self.scheduler.add(sequence)
+        sequence = self._request(prompt, sampling)
+        self.scheduler.waiting.append(sequence)
         return sequence
-
-    def cancel(self, sequence: Sequence) -> None:
-        """Finish a request with the tokens it has; nothing happens if it is finished."""
-        self.scheduler.cancel(sequence)
 
     @torch.no_grad()
     def step(self, use_graphs: bool = True) -> list[Sequence]:
@@ -203,15 +182,23 @@ class Engine:
 
     def addresses(self) -> dict[str, int]:
         """The addresses of all tensors that graphs use: weights, KV cache, constants, static inputs and outputs."""
-        weights = {f"weights/{name}": weight for name, weight in self.model.weights.items()}
-        return {name: tensor.data_ptr() for name, tensor in (weights | self.runner.static_tensors()).items()}
+        runner, (cos, sin) = self.runner, self.model.tables
+        held = {**self.model.weights, **runner.prefill_graphs.inputs, **vars(runner.batch)}
+        held |= {"kv_cache": runner.kv_cache, "cos": cos, "sin": sin}
+        return {name: each.data_ptr() for name, each in held.items() if isinstance(each, Tensor)}
 
-    def close(self) -> None:
-        """Release graphs and tensors. The engine cannot be used afterwards. Idempotent."""
-        self._in_flight = None
-        self.scheduler.abort()
-        for name in ("runner", "model"):
-            self.__dict__.pop(name, None)
+    def _request(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
+        limit, vocabulary = self.model_config.max_position, self.model_config.vocab_size
+        if unknown := [token for token in prompt if not 0 <= token < vocabulary]:
+            raise ValueError(f"prompt has {unknown[0]!r}; expected tokens from 0 to {vocabulary - 1}")
+        if not 1 <= len(prompt) < limit:
+            raise ValueError(f"prompt has {len(prompt)} tokens; expected 1 to {limit - 1}")
+        sequence = Sequence(list(prompt), sampling, min(len(prompt) + sampling.max_new_tokens, limit))
+        needed = self.blocks.blocks_for(sequence.max_tokens - 1)  # K and V of the very last token are never written
+        if needed > self.blocks.num_usable:
+            found = f"a request of up to {sequence.max_tokens} tokens needs {needed} KV blocks"
+            raise ValueError(f"{found}; expected at most the cache's {self.blocks.num_usable}")
+        return sequence
 
     def _follow_kv_cache(self) -> list[Sequence]:
         """If it was paused its contents are gone. Returns the requests that have one token more."""

@@ -14,9 +14,8 @@ class EngineConfig:
     max_batch_size: int = 32  # sequences that run together
     block_size: int = 16  # tokens in a KV block
     num_blocks: int = 256  # KV blocks, one of which is padding's scratch
-    max_model_len: int | None = None  # tokens, prompt and completion together; None: the model's max_position
     max_prefill_tokens: int = 8192  # in one step, or as the largest prefill size has; longer prompts take several
-    graph_batch_sizes: tuple[int, ...] | None = None  # of decode; None: 1 to 32, then every 32, and max_batch_size
+    graph_batch_sizes: tuple[int, ...] | None = None  # of decode, beside max_batch_size; None: 1 to 32, then every 32
     prefill_graph_sizes: tuple[int, ...] | None = None  # tokens; None: on CUDA 512 to 2048, as far as there is room
     compile_batch_sizes: tuple[int, ...] = ()  # decode steps of these go through torch.compile
     seed: int = 0  # of sampling, 64 bits; of random weights, modulo 2**32
@@ -30,15 +29,11 @@ class EngineConfig:
         return tuple(size for size in _PREFILL_SIZES if size <= most and on_cuda)
 
     def batch_sizes(self) -> tuple[int, ...]:
-        """The sizes of decode steps that graphs are captured for, ascending. Smaller batches are padded to them."""
+        """The sizes that decode steps are padded to, and graphs are captured for, ascending."""
         limit, chosen = self.max_batch_size, self.graph_batch_sizes
         if chosen is None:
-            chosen = (*range(1, min(32, limit) + 1), *range(64, limit + 1, 32), limit)
-        return tuple(sorted(set(chosen)))
-
-    def padded_batch_sizes(self) -> tuple[int, ...]:
-        """The sizes that decode steps are padded to, ascending: those of graphs, and the largest batch."""
-        return tuple(sorted({*self.batch_sizes(), self.max_batch_size}))
+            chosen = (*range(1, min(32, limit) + 1), *range(64, limit + 1, 32))
+        return tuple(sorted({*chosen, limit}))
 
 
 def padded_to(count: int, sizes: tuple[int, ...]) -> int:

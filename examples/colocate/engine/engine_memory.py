@@ -13,9 +13,6 @@ from torch import Tensor
 
 import memsaver
 
-# The memory of captured graphs holds temporaries of a step, and a pause comes between two steps. Kernels may keep
-# counters or workspaces in it from one replay to the next, so its contents are kept, too.
-_GRAPH_BACKUP = "host"
 _T = TypeVar("_T")
 
 
@@ -26,19 +23,22 @@ class EngineMemory:
                of weights that a sync overwrites
     kv_cache   not backed up: after a resume its contents are undefined
     buffers    constants and static inputs and outputs; apart from the weights, whose resume may not restore them
-    cuda_graph the pool of the captured graphs; made for the first capture, so there is none on the CPU
+    cuda_graph the pool of the captured graphs; none without graphs. It has the temporaries of a step, and is backed up
+               since kernels may keep counters or workspaces in it from one replay to the next
 
     Graphs of one pool never run at the same time, so they share its memory: the largest is captured first.
     """
 
     region: Any = staticmethod(memsaver.region)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.captures_graphs = device, device.type == "cuda"
+    def __init__(self, device: torch.device, graphs: bool = True) -> None:
+        self.device, self.captures_graphs = device, graphs and device.type == "cuda"
         self.weights: Any = self.region("weights", device=str(device), backup="host")
         self.kv_cache: Any = self.region("kv_cache", device=str(device))
         self.buffers: Any = self.region("buffers", device=str(device), backup="host")
         self.cuda_graph: Any = None
+        if self.captures_graphs:
+            self.cuda_graph = self.region("cuda_graph", device=str(device), backup="host")
         self._stream: Any = None
 
     def check_active(self, graphs: bool) -> None:
@@ -93,8 +93,6 @@ class EngineMemory:
 
     def graph(self) -> tuple[Any, AbstractContextManager[Any]]:
         """A graph, and the context that captures it: its memory comes from the region, its replays need all regions."""
-        if self.cuda_graph is None:
-            self.cuda_graph = memsaver.region("cuda_graph", device=str(self.device), backup=_GRAPH_BACKUP)
         graph, needs = memsaver.CUDAGraph(), [self.weights, self.kv_cache, self.buffers]
         return graph, memsaver.graph(graph, region=self.cuda_graph, needs=needs, stream=self._stream)
 

@@ -24,11 +24,9 @@ class ModelRunner:
     kernels.
     """
 
-    def __init__(
-        self, model: Decoder, config: EngineConfig, max_model_len: int, memory: EngineMemory, counts: Counts
-    ) -> None:
-        """The KV cache, and static tensors for sequences of up to `max_model_len` tokens, are made in the regions."""
-        self.model, self.config, self.max_model_len, self.counts = model, config, max_model_len, counts
+    def __init__(self, model: Decoder, config: EngineConfig, memory: EngineMemory, counts: Counts) -> None:
+        """The KV cache and static tensors are made in the regions."""
+        self.model, self.config, self.counts = model, config, counts
         shape = (model.config.num_layers, 2, config.num_blocks, config.block_size, model.num_kv_heads)
         self.kv_cache: Tensor = memory.kv_cache.empty((*shape, model.config.head_dim), model.config.dtype)
         # Taken apart once: to index a tensor costs as much as to launch a kernel. Each with a storage of its own: of
@@ -36,13 +34,13 @@ class ModelRunner:
         # address for good: without graphs the memory may move.
         taken = borrowed if memory.captures_graphs else Tensor.detach
         self.kv_caches: Caches = [(taken(layer[0]), taken(layer[1])) for layer in self.kv_cache]
-        max_blocks = -(-max_model_len // config.block_size)
+        max_blocks = -(-model.config.max_position // config.block_size)
         self.batch = Batch(config.max_batch_size, max_blocks, config.block_size, config.seed, memory.buffers)
         prefill_sizes = config.prefill_sizes(self.kv_cache.is_cuda)
         self.prefill_graphs = PrefillGraphs(model, prefill_sizes, memory.buffers)
         self.max_prefill_tokens = prefill_sizes[-1] if prefill_sizes else config.max_prefill_tokens
         self.decode_graphs: dict[int, Any] = {}
-        self.padded_sizes = config.padded_batch_sizes()
+        self.batch_sizes = config.batch_sizes()
         self._decode_logits = compiled(ModelRunner.decode_logits, config.compile_batch_sizes)
 
     def launch(self, step: Step, use_graphs: bool) -> Readback | None:
@@ -50,13 +48,13 @@ class ModelRunner:
         if step.prefill:
             self.prefill(step, use_graphs)
         elif step.chunks:
-            self.decode(step.sampling, padded_to(len(step.sampling), self.padded_sizes), use_graphs)
+            self.decode(step.sampling, padded_to(len(step.sampling), self.batch_sizes), use_graphs)
         return self.batch.read_back() if step.sampling else None
 
     def prefill(self, step: Step, use_graphs: bool) -> None:
         """K and V of the chunks' tokens, and a token for each sequence that samples."""
         num_tokens = padded_to(sum(chunk.stop - chunk.start for chunk in step.chunks), self.prefill_graphs.sizes)
-        num_samples = padded_to(len(step.sampling), self.padded_sizes) if step.sampling else 0
+        num_samples = padded_to(len(step.sampling), self.batch_sizes) if step.sampling else 0
         use_graphs = use_graphs and num_tokens in self.prefill_graphs.pieces
         self.counts.prefill_replays += use_graphs
         hidden_TC, last_B = self.hidden(step, num_tokens, num_samples, use_graphs)
@@ -102,7 +100,7 @@ class ModelRunner:
         self.batch.fill([], self.config.max_batch_size)
         with memory.capturing():
             self.prefill_graphs.capture(memory)
-            steps = {size: partial(self.decode_step, size) for size in reversed(self.config.batch_sizes())}
+            steps = {size: partial(self.decode_step, size) for size in reversed(self.batch_sizes)}
             memory.warm_up(list(steps.values()))
             for size, step in steps.items():
                 self.decode_graphs[size], _ = memory.capture(step)
@@ -111,13 +109,6 @@ class ModelRunner:
         """Drop all graphs."""
         self.decode_graphs.clear()
         self.prefill_graphs.pieces.clear()
-
-    def static_tensors(self) -> dict[str, Tensor]:
-        """All tensors in `buffers` and the KV cache, which graphs use by their addresses."""
-        batch, (cos, sin) = self.batch, self.model.tables
-        own = {"kv_cache": self.kv_cache, "random_state": batch.random_state, "cos": cos, "sin": sin}
-        own |= {"inputs": batch.inputs, "outputs": batch.outputs, "latest": batch.latest}
-        return own | self.prefill_graphs.inputs
 
     def _sample(self, logits_BV: Tensor) -> None:
         inputs = self.batch.columns(len(logits_BV))

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from .block_manager import BlockManager
-from .sequence import FinishReason, Sequence
+from .sequence import Sequence
 
 
 class Chunk(NamedTuple):
@@ -58,7 +58,7 @@ class Scheduler:
     def __init__(self, blocks: BlockManager, max_batch_size: int, max_prefill_tokens: int, counts: Counts) -> None:
         self.blocks, self.counts = blocks, counts
         self.max_batch_size, self.max_prefill_tokens = max_batch_size, max_prefill_tokens
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()  # each could finish alone in the whole cache
         self.running: list[Sequence] = []  # oldest first
         self._rows = list(range(max_batch_size))  # free ones, see Sequence.row
         self._prefilled = False  # in the last step
@@ -67,17 +67,6 @@ class Scheduler:
     def decoding(self) -> list[Sequence]:
         """The requests whose prompts are computed."""
         return [sequence for sequence in self.running if sequence.is_prefilled]
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a request. One that could not finish alone in the whole cache is a ValueError."""
-        # K and V of the very last token are never written.
-        needed = self.blocks.blocks_for(sequence.max_tokens - 1)
-        if needed > self.blocks.num_usable:
-            raise ValueError(
-                f"a request of up to {sequence.max_tokens} tokens needs {needed} KV blocks; "
-                f"expected at most the cache's {self.blocks.num_usable}"
-            )
-        self.waiting.append(sequence)
 
     def schedule(self) -> Step:
         """The next step, taken as launched.
@@ -109,17 +98,6 @@ class Scheduler:
         self.counts.tokens += len(advanced)
         return advanced
 
-    def cancel(self, sequence: Sequence, reason: FinishReason = "cancelled") -> None:
-        """Finish a request with its tokens so far. No effect if the scheduler does not have it."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-            self._release(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
-        else:
-            return
-        sequence.finish_reason = reason
-
     def put_back_all(self) -> None:
         """Take all blocks back; requests wait again in their order. Nothing may be in flight."""
         while self.running:
@@ -127,8 +105,12 @@ class Scheduler:
 
     def abort(self) -> None:
         """Drop every request and the prefix cache, after a step that failed half-way."""
-        for sequence in [*self.running, *self.waiting]:
-            self.cancel(sequence, "failed")
+        for sequence in self.running:
+            self._release(sequence)
+        for sequence in (*self.running, *self.waiting):
+            sequence.finish_reason = "failed"
+        self.running.clear()
+        self.waiting.clear()
         self.blocks.drop_prefix_cache()
 
     def _prefill(self) -> list[Chunk]:

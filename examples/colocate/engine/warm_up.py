@@ -21,11 +21,11 @@ def warm_up(runner: ModelRunner) -> None:
     Only padding's block, row and outputs are written, so requests and the prefix cache do not change. The largest
     steps come first, since smaller ones fit into the memory that those free.
     """
-    counts, longest = _token_counts(runner), runner.max_model_len - 1
+    counts, longest = _token_counts(runner), runner.model.config.max_position - 1
     prefills = [(count, 0, 1) for count in counts]
     if longest > 1:  # room for a context and a token after it
         prefills += [(count, min(runner.config.block_size + 1, longest - 1), 1) for count in counts]
-    for size in reversed(runner.padded_sizes):
+    for size in reversed(runner.batch_sizes):
         runner.decode([], size, use_graphs=True)
         runner.batch.read_back().wait(0)
         prefills.append((min(size, counts[0]), 0, size))
@@ -38,7 +38,7 @@ def warm_up(runner: ModelRunner) -> None:
 def _token_counts(runner: ModelRunner) -> list[int]:
     """Of prefill steps, descending: those that fill each size as far as a batch can, or powers of two without sizes."""
     sizes, config = runner.prefill_graphs.sizes, runner.config
-    room = (config.max_batch_size * (runner.max_model_len - 1), (config.num_blocks - 1) * config.block_size)
+    room = (config.max_batch_size * (runner.model.config.max_position - 1), (config.num_blocks - 1) * config.block_size)
     most = min(runner.max_prefill_tokens, *room)
     if not sizes:
         return [most, *(1 << bits for bits in reversed(range((most - 1).bit_length())))]
@@ -50,7 +50,7 @@ def _prefill(runner: ModelRunner, count: int, context: int, sequences: int) -> S
 
     Each is `context` tokens into its prompt. All of their blocks are the one of padding, and so is their row.
     """
-    room = runner.max_model_len - 1 - context
+    room = runner.model.config.max_position - 1 - context
     count = min(count, room * runner.config.max_batch_size)
     sequences = min(count, max(sequences, -(-count // room)))
     chunks = []
