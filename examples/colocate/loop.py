@@ -214,7 +214,7 @@ class Loop:
 
     def enter(self, phase: str) -> Turn:
         """All actors together pause and resume regions. An actor that hangs ends the turn with an error."""
-        turn = self.group.enter(phase, timeout=self.options.answer_within, memory_timeout=self.recipe.memory_timeout)
+        turn = self.group.enter(phase, timeout=self.options.answer_within, memory_timeout=60.0)
         self.turns.append(turn)
         return turn
 

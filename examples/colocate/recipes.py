@@ -49,7 +49,6 @@ class Recipe:
     # Memory
     host_bytes: int = 10 * MIB  # of the host device, for a pair: less than both roles need
     outside_bytes: int = 6 * GIB  # of a GPU, for a pair: contexts, and torch's default pool of the engine
-    memory_timeout: float = 60.0  # seconds to wait for memory that another actor releases
     probes: int = 8  # requests that are running in a pause of each step
 
     def warm_up_rate_at(self, step: int) -> float:

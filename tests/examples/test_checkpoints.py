@@ -16,7 +16,7 @@ from examples.colocate.trainer import CheckpointError  # noqa: E402
 
 
 def state(step: int) -> dict[str, Any]:
-    settings = {"ranks": 2, **settings_of(RECIPES["tiny"], "recipe.")}
+    settings = {"ranks": 2, **settings_of(RECIPES["tiny"])}
     return {"step": step, "settings": settings, "task": arithmetic().random_state(), "warm": [1.0, 0.1 + 0.2]}
 
 
@@ -52,6 +52,6 @@ def test_a_checkpoint_without_trainer_state_is_not_committed(tmp_path: Path) -> 
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 5)
     checkpoints.begin(10)
-    with pytest.raises(CheckpointError, match="step-00000010.partial' has no state of a trainer; expected a folder"):
+    with pytest.raises(CheckpointError, match="step-00000010' has no state of a trainer; expected a folder"):
         checkpoints.commit(state(10))
     assert checkpoints.newest()[1]["step"] == 5

@@ -1,26 +1,24 @@
 """Checkpoints of a run, in a folder that the loop and all trainers share. A run resumes from the newest complete one.
 
-A checkpoint is a folder `step-00000005` with the trainer's state, by torch.distributed.checkpoint, and `loop.json`.
-It is written as `step-00000005.partial`, synced to disk, and renamed: a folder with the final name is complete.
+A checkpoint is a folder `step-00000005` with the trainer's state, by torch.distributed.checkpoint, and `loop.json`,
+which gets its name when all is synced to disk: a folder without it is not complete.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+from ..recipes import Recipe
 from ..trainer import CheckpointError
 from ..trainer.state_files import METADATA
 
 _KEPT = 2
-_NAME = re.compile(r"step-\d{8}")
-_PARTIAL = ".partial"
+_PARTS = ("model", "engine", "trainer")
 _STATE = "loop.json"
 
 
@@ -47,34 +45,32 @@ class Checkpoints:
             raise CheckpointError(f"there is {str(found)!r} already; expected a folder without, or --resume")
 
     def begin(self, step: int) -> Path:
-        """Make a folder for the trainer's state. Removes folders that were not committed or were removed in part."""
-        for path in set(self._all()) - set(self._complete()):
-            shutil.rmtree(path)
-        partial = self.folder / f"step-{step:08d}{_PARTIAL}"
-        partial.mkdir(parents=True)
-        return partial
+        """Make a folder for the trainer's state. Removes those that are not complete, and one of the same step."""
+        path = self._path(step)
+        for other in self.folder.glob("step-*"):
+            if other == path or other not in self._complete():
+                _remove(other)
+        path.mkdir(parents=True)
+        return path
 
     def commit(self, state: dict[str, Any]) -> Path:
-        """Make the checkpoint of this step a complete one, and remove older ones.
+        """Complete the checkpoint of this step, and remove older ones.
 
         `state`: the rest beside the trainer's, ready for JSON, with `step` and `settings`.
         """
-        final = self.folder / f"step-{state['step']:08d}"
-        partial = final.with_name(final.name + _PARTIAL)
-        if not (partial / METADATA).is_file():
-            raise CheckpointError(f"{str(partial)!r} has no state of a trainer; expected a folder that all nodes share")
-        with open(partial / _STATE, "w") as file:
+        path = self._path(state["step"])
+        if not (path / METADATA).is_file():
+            raise CheckpointError(f"{str(path)!r} has no state of a trainer; expected a folder that all nodes share")
+        with open(path / "partial", "w") as file:
             json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())
-        _sync(partial)
-        if final.exists():  # of the same step, before the run went back
-            self._remove(final)
-        partial.rename(final)
+        (path / "partial").rename(path / _STATE)
+        _sync(path)
         _sync(self.folder)
         for old in self._complete()[:-_KEPT]:
-            self._remove(old)
-        return final
+            _remove(old)
+        return path
 
     def latest(self) -> Path | None:
         """The newest complete one."""
@@ -91,27 +87,23 @@ class Checkpoints:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error!r}; expected the file of a run") from error
 
     def _complete(self) -> list[Path]:
-        return [path for path in self._all() if _NAME.fullmatch(path.name)]
+        return sorted(path.parent for path in self.folder.glob(f"step-*/{_STATE}"))
 
-    def _all(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
-
-    def _remove(self, path: Path) -> None:
-        """Under another name: one that is half removed is not complete."""
-        shutil.rmtree(path.rename(path.with_name(path.name + ".removed")))
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
 
-def settings_of(config: Any, prefix: str = "") -> dict[str, Any]:
-    """All fields of a dataclass and of those in it, by dotted name and ready for JSON."""
-    found: dict[str, Any] = {}
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if is_dataclass(value):
-            found |= settings_of(value, f"{prefix}{field.name}.")
-        else:
-            plain = value is None or isinstance(value, (bool, int, float, str))
-            found[prefix + field.name] = value if plain else repr(value)
-    return found
+def settings_of(recipe: Recipe) -> dict[str, str]:
+    """All fields, by dotted name."""
+    parts = {"recipe": vars(recipe), **{f"recipe.{name}": vars(getattr(recipe, name)) for name in _PARTS}}
+    found = {f"{part}.{name}": repr(value) for part, values in parts.items() for name, value in values.items()}
+    return {name: value for name, value in found.items() if name not in parts}
+
+
+def _remove(path: Path) -> None:
+    """One that is half removed is not complete."""
+    (path / _STATE).unlink(missing_ok=True)
+    shutil.rmtree(path)
 
 
 def _sync(folder: Path) -> None:

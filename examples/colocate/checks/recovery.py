@@ -33,7 +33,7 @@ class RecoverableLoop(CheckedLoop):
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         # What the curve depends on. Steps and their number do not matter to those that are done, but for the rates.
         names = ("device", "ranks", "engines", "engine_ranks", "seed", "zero_advantages", "model")
-        self._settings = {name: str(getattr(options, name)) for name in names} | settings_of(recipe, "recipe.")
+        self._settings = {name: str(getattr(options, name)) for name in names} | settings_of(recipe)
         if self.checkpoints is not None:
             self.checkpoints.check_start(self._settings, options.resume)
         super().__init__(options, recipe, task)

@@ -54,7 +54,7 @@ class StepMetrics:
 
 
 class NonFiniteError(RuntimeError):
-    """A step's loss or gradients are NaN or infinite. All ranks raise it, with weights and moments of before the step."""
+    """A step's loss or gradients are NaN or infinite. All ranks raise it, and nothing has changed."""
 
 
 class Trainer:
