@@ -15,9 +15,10 @@ import memsaver
 from benchmarks.harness.machine import GIB
 from benchmarks.harness.models import HEAD, KV_HEADS, MODELS
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
+from examples.colocate.engine.engine_memory import EngineMemory
 from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
 from examples.colocate.model import ModelConfig
-from examples.colocate.savers import OtherEngineMemory
+from examples.colocate.savers import Resident
 
 BLOCK = 16  # tokens in a KV block
 CHUNK = 4096  # tokens of a prefill step without graphs
@@ -101,7 +102,7 @@ def make_engine(
     }
     if device != "cpu":
         torch.cuda.set_device(device)
-    memory = None if regions else OtherEngineMemory(torch.device(device), "resident")
+    memory = None if regions else EngineMemory(torch.device(device), Resident)
     model = replace(shape_of(loads[0].model, small), max_position=length)
     engine = Engine(model, EngineConfig(**{**config, **settings}), device, parallel, memory)
     engine.capture()

@@ -20,15 +20,17 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from memsaver.ray import Group, Turn
 
 from .engine import Completion, Engine, SamplingParams
+from .engine.engine_memory import EngineMemory
 from .engine.tensor_parallel import Parallel
 from .model import WeightPart
 from .options import Options
 from .recipes import Recipe
 from .rollout import Rollout, Rollouts, answers
-from .savers import engine_memory, packed, trainer_memory
+from .savers import REGIONS, packed
 from .task import Task
 from .trainer import EngineWeights, Sample, StepMetrics, TokenStatistics, Trainer
 from .trainer.process_group import join
+from .trainer.trainer_memory import TrainerMemory
 from .vllm_engine import VllmEngine
 from .worker import Worker
 
@@ -45,16 +47,17 @@ class EngineActor(Worker):
 
         `addresses`: of all ranks of all engines; those of an engine meet at the first one's.
         """
-        recipe, saver, size = self.recipe, self.options.memory, self.options.engine_ranks
+        recipe, size = self.recipe, self.options.engine_ranks
         number, rank = divmod(self.rank, size)
         mesh = join(self.device.type, rank, size, addresses[number * size]) if size > 1 else None
-        blocks = recipe.kv_blocks or recipe.blocks_that_fit(self.own_bytes, size, saver == "resident")
+        blocks = recipe.kv_blocks or recipe.blocks_that_fit(self.own_bytes, size, self.options.memory == "resident")
         config = replace(recipe.engine, num_blocks=blocks, seed=1000 * self.options.seed + number)
         if self.options.engine == "vllm":
             self.engine = VllmEngine(recipe.model, config, self.options.model)
         else:
+            memory = EngineMemory(self.device, REGIONS[self.options.memory])
             parallel = Parallel(mesh.get_group() if mesh else None)
-            self.engine = Engine(recipe.model, config, self.device, parallel, engine_memory(saver, self.device))
+            self.engine = Engine(recipe.model, config, self.device, parallel, memory)
         self.engine.capture()
         return list(self.engine.tags)
 
@@ -94,7 +97,7 @@ class TrainerActor(Worker):
             torch.use_deterministic_algorithms(True)
         mesh = join(self.device.type, self.rank, self.options.ranks, addresses[0])
         config = replace(self.recipe.trainer, seed=self.options.seed)
-        memory = trainer_memory(self.options.memory, self.device)
+        memory = TrainerMemory(self.device, REGIONS[self.options.memory])
         self.trainer = Trainer(self.recipe.model, config, mesh, self.options.model, memory)
         self.release_cache()
         return self.trainer.memory.tags

@@ -15,7 +15,7 @@ from .arithmetic import arithmetic
 from .countdown import countdown
 from .prompts import TextTokenizer, prompts
 from .recipes import GIB, MIB, RECIPES, Recipe, of_folder
-from .savers import OTHERS, SaverError, import_saver
+from .savers import REGIONS, SaverError, import_saver
 from .task import Task
 
 _DESCRIPTION = "The RL loop: an engine and a trainer, two Ray actors on one device, take turns through memsaver."
@@ -50,7 +50,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--engine", choices=("own", "vllm"), default="own", help="vllm needs --model and a GPU")
     add("--task", metavar="FILE", help="JSON lines with prompts; by default arithmetic, or countdown with --model")
     add("--reward", type=_path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
-    add("--memory", choices=("memsaver", *OTHERS), default="memsaver", help="the memory of both; see savers.py")
+    add("--memory", choices=tuple(REGIONS), default="memsaver", help="the memory of both; see savers.py")
     add("--ranks", type=_number(int, 1), default=1, help="of the trainer, one for each GPU")
     add("--engines", type=_number(int, 1), help="by default as many as there are ranks for")
     add("--engine-ranks", type=_number(int, 1), default=1, help="of each engine, by tensor parallel")

@@ -23,10 +23,8 @@ from torch import Tensor
 
 import memsaver
 
-from .engine.engine_memory import EngineMemory
 from .model import WeightPart
 from .trainer import EngineWeights
-from .trainer.trainer_memory import TrainerMemory
 from .trainer.weights import WeightWriter
 
 
@@ -39,6 +37,9 @@ class Resident(memsaver.Guest):
 
     The class has the methods of memsaver.Region that the actors call.
     """
+
+    keeps_addresses = True
+    _graph_pool: Any = None
 
     def __init__(self, tag: str, device: str, backup: str = "none") -> None:
         super().__init__(tag, tag)
@@ -57,12 +58,22 @@ class Resident(memsaver.Guest):
         if not self.is_active:
             raise SaverError(f"{self.name!r} is paused, and cannot {purpose}")
 
+    def graph(self, stream: Any) -> tuple[Any, AbstractContextManager[Any]]:
+        """A graph of CUDA, and the context that captures it. All of a tag share their memory."""
+        graph, self._graph_pool = torch.cuda.CUDAGraph(), self._graph_pool or torch.cuda.graph_pool_handle()
+        return graph, self.capture(graph, pool=self._graph_pool, stream=stream)
+
+    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.graph(graph, **options)
+
     def leave(self) -> None: ...
     def come_back(self) -> None: ...
 
 
 class ToCpu(Resident):
     """Its storages are copied to the host and freed; tensors and views keep them. A shard that FSDP2 pads stays."""
+
+    keeps_addresses = False
 
     def __init__(self, tag: str, device: str, backup: str = "none") -> None:
         super().__init__(tag, device, backup)
@@ -110,6 +121,12 @@ class Tagged(Resident):
     def __exit__(self, *raised: Any) -> None:
         self._inside.__exit__(*raised)
 
+    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[Any]:
+        captured: AbstractContextManager[Any] = self.saver.cuda_graph(
+            graph, tag=self.name, enable_cpu_backup=True, **options
+        )
+        return captured
+
     def leave(self) -> None:
         self.is_active = False
         self.saver.pause(self.name)
@@ -131,7 +148,9 @@ def import_saver(device: str) -> Any:
     return torch_memory_saver
 
 
-OTHERS: dict[str, type[Resident]] = {"torch_memory_saver": Tagged, "to-cpu": ToCpu, "resident": Resident}
+REGIONS: dict[str, Any] = {
+    "memsaver": memsaver.region, "torch_memory_saver": Tagged, "to-cpu": ToCpu, "resident": Resident
+}  # fmt: skip
 
 
 def variables(saver: str) -> dict[str, str]:
@@ -141,36 +160,6 @@ def variables(saver: str) -> dict[str, str]:
     from torch_memory_saver.utils import get_binary_path_from_package  # type: ignore[import-not-found]
 
     return {"LD_PRELOAD": str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))}
-
-
-def engine_memory(saver: str, device: torch.device) -> EngineMemory:
-    """Of an engine."""
-    return EngineMemory(device) if saver == "memsaver" else OtherEngineMemory(device, saver)
-
-
-def trainer_memory(saver: str, device: torch.device) -> TrainerMemory:
-    """Of a rank of the trainer."""
-    if saver == "memsaver":
-        return TrainerMemory(device)
-    made = {tag: OTHERS[saver](tag, str(device), kept) for tag, kept in TrainerMemory.BACKUPS.items()}
-    return TrainerMemory(device, made)
-
-
-class OtherEngineMemory(EngineMemory):
-    """That of an engine with another saver."""
-
-    def __init__(self, device: torch.device, saver: str) -> None:
-        self.region: Any = OTHERS[saver]
-        super().__init__(device, graphs=saver != "to-cpu")
-        self._pool: Any = None
-
-    def graph(self) -> tuple[Any, AbstractContextManager[Any]]:
-        graph, self._pool = torch.cuda.CUDAGraph(), self._pool or torch.cuda.graph_pool_handle()
-        options: dict[str, Any] = {"pool": self._pool, "stream": self._stream}
-        if isinstance(self.cuda_graph, Tagged):
-            options |= {"tag": "cuda_graph", "enable_cpu_backup": True}
-            return graph, self.cuda_graph.saver.cuda_graph(graph, **options)
-        return graph, torch.cuda.graph(graph, **options)
 
 
 def packed(writer: WeightWriter, layout: Mapping[str, WeightPart], device: torch.device) -> tuple[Any, bytes]:

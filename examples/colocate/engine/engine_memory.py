@@ -29,16 +29,16 @@ class EngineMemory:
     Graphs of one pool never run at the same time, so they share its memory: the largest is captured first.
     """
 
-    region: Any = staticmethod(memsaver.region)
-
-    def __init__(self, device: torch.device, graphs: bool = True) -> None:
-        self.device, self.captures_graphs = device, graphs and device.type == "cuda"
-        self.weights: Any = self.region("weights", device=str(device), backup="host")
-        self.kv_cache: Any = self.region("kv_cache", device=str(device))
-        self.buffers: Any = self.region("buffers", device=str(device), backup="host")
+    def __init__(self, device: torch.device, region: Any = memsaver.region) -> None:
+        """`region`: makes one of a tag, a device and a backup. Those of other savers are in `savers.py`."""
+        self.device, place = device, str(device)
+        self.captures_graphs = device.type == "cuda" and getattr(region, "keeps_addresses", True)
+        self.weights: Any = region("weights", device=place, backup="host")
+        self.kv_cache: Any = region("kv_cache", device=place)
+        self.buffers: Any = region("buffers", device=place, backup="host")
         self.cuda_graph: Any = None
         if self.captures_graphs:
-            self.cuda_graph = self.region("cuda_graph", device=str(device), backup="host")
+            self.cuda_graph = region("cuda_graph", device=place, backup="host")
         self._stream: Any = None
 
     def check_active(self, graphs: bool) -> None:
@@ -93,6 +93,9 @@ class EngineMemory:
 
     def graph(self) -> tuple[Any, AbstractContextManager[Any]]:
         """A graph, and the context that captures it: its memory comes from the region, its replays need all regions."""
+        if not isinstance(self.cuda_graph, memsaver.Region):
+            found: tuple[Any, AbstractContextManager[Any]] = self.cuda_graph.graph(self._stream)
+            return found
         graph, needs = memsaver.CUDAGraph(), [self.weights, self.kv_cache, self.buffers]
         return graph, memsaver.graph(graph, region=self.cuda_graph, needs=needs, stream=self._stream)
 

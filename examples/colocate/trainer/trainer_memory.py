@@ -6,7 +6,6 @@ same way on every device, and keeps temporaries of torch's initialisers out of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -27,14 +26,12 @@ class TrainerMemory:
 
     BACKUPS = {"params": "host", "optimizer": "host", "grads": "none"}
 
-    def __init__(self, device: torch.device, others: Mapping[str, Any] | None = None) -> None:
-        """`others`: objects in the place of memsaver's regions, by tag."""
-        regions = dict(others or {})
-        if others is None:
-            if device.type == "cuda":  # before torch's first allocation there
-                regions["torch"] = memsaver.default_pool(device=device)
-            for tag, backup in self.BACKUPS.items():
-                regions[tag] = memsaver.region(tag, device=str(device), backup=backup)
+    def __init__(self, device: torch.device, region: Any = memsaver.region) -> None:
+        """`region`: makes one of a tag, a device and a backup. Those of other savers are in `savers.py`."""
+        regions: dict[str, Any] = {}
+        if region is memsaver.region and device.type == "cuda":  # before torch's first allocation there
+            regions["torch"] = memsaver.default_pool(device=device)
+        regions |= {tag: region(tag, device=str(device), backup=kept) for tag, kept in self.BACKUPS.items()}
         self.tags = list(regions)
         self.params, self.optimizer, self.grads = (regions[tag] for tag in self.BACKUPS)
 
