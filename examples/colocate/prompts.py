@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import runpy
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,10 +39,8 @@ def _problem(line: str, where: str) -> Problem:
 
 def load_reward(path: Path) -> Reward:
     """The function `reward(fields, completion)` of a Python file, which is run. Its results are checked."""
-    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
     try:
-        exec(compile(path.read_text(encoding="utf-8"), path, "exec"), names)
-        function = names["reward"]
+        function = runpy.run_path(str(path), run_name=path.stem)["reward"]
         if not callable(function):
             raise TypeError(f"reward is {function!r}")
     except Exception as error:
