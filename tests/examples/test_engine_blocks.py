@@ -115,7 +115,7 @@ def test_a_step_is_scheduled_before_the_last_one_is_read_back() -> None:
 
 
 def test_the_youngest_request_is_preempted_and_resumed_first() -> None:
-    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), 4, 64, Counts())
+    scheduler = Scheduler(BlockManager(6, 2), 4, 64, Counts())
     old, young, later = sequence([1, 1, 1], new=4), sequence([2, 2, 2], new=4), sequence([3], new=2)
     queued(scheduler, old, young, later)
     run(scheduler, scheduler.schedule())
@@ -130,7 +130,7 @@ def test_the_youngest_request_is_preempted_and_resumed_first() -> None:
 
 
 def test_an_admitted_request_leaves_a_block_for_each_running_one() -> None:
-    scheduler = Scheduler(BlockManager(6, 2, prefix_cache=False), 4, 64, Counts())
+    scheduler = Scheduler(BlockManager(6, 2), 4, 64, Counts())
     first, second = sequence([1] * 3, new=6), sequence([2] * 6, new=1)
     queued(scheduler, first)
     run(scheduler, scheduler.schedule())

@@ -16,8 +16,8 @@ from .sequence import Sequence
 class BlockManager:
     """Hands out blocks 1 to num_blocks - 1, of K and V of `block_size` tokens each. Padding writes into block 0."""
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
-        self.num_usable, self.block_size, self.prefix_cache = num_blocks - 1, block_size, prefix_cache
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_usable, self.block_size = num_blocks - 1, block_size
         self._references = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))  # next to hand out first
         self._block_of: dict[bytes, int] = {}
@@ -38,7 +38,7 @@ class BlockManager:
         At least the last token is left out: its logits are needed, so it has to be computed.
         """
         found: list[int] = []
-        for digest in self._digests(sequence, len(sequence.tokens) - 1) if self.prefix_cache else ():
+        for digest in self._digests(sequence, len(sequence.tokens) - 1):
             if digest not in self._block_of:
                 break
             found.append(self._block_of[digest])
@@ -77,7 +77,7 @@ class BlockManager:
         Call it once their K and V are written, or will be by the very step that others first read them in.
         """
         begin, end = sequence.num_published, num_tokens // self.block_size
-        if not self.prefix_cache or end <= begin:
+        if end <= begin:
             return
         for block, digest in zip(sequence.blocks[begin:end], self._digests(sequence, num_tokens)[begin:]):
             if digest not in self._block_of:

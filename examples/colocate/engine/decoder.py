@@ -109,10 +109,9 @@ class Decoder:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy tensors in by Hugging Face name, each checked before its first byte is written.
+        """Copy full tensors in by Hugging Face name; a rank takes its part of them.
 
-        The tensors are full ones, on any device; a rank takes its part of them. Raises ValueError for a name that is
-        unknown, comes twice or is missing, and for another shape or dtype than the config's.
+        Raises ValueError for a name that is unknown, comes twice or is missing, and for another shape or dtype.
         """
         awaited = set(self.layout)
         for name, tensor in named_tensors:

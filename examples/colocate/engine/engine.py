@@ -40,8 +40,7 @@ class Engine:
     ) -> None:
         """Starts with random weights; `load_weights` loads others, and `capture` makes graphs.
 
-        With tensor parallel every rank is an engine in a process of its own, and all are called alike. If a call
-        fails on one of them the others wait for it in a collective, until the process group's timeout.
+        With tensor parallel every rank is an engine in a process of its own, and all are called alike.
         """
         self.model_config, self.config = model, config
         self.device = torch.device(device)
@@ -54,7 +53,7 @@ class Engine:
         self.counts = Counts()
         self.runner = ModelRunner(self.model, config, self.memory, self.counts)
         # After the cache itself: too many blocks fail there, with an error of the device's memory.
-        self.blocks = BlockManager(config.num_blocks, config.block_size, config.prefix_cache)
+        self.blocks = BlockManager(config.num_blocks, config.block_size)
         self.scheduler = Scheduler(self.blocks, config.max_batch_size, self.runner.max_prefill_tokens, self.counts)
         self._residence = self.memory.kv_cache.residence
         self._in_flight: tuple[Step, Readback] | None = None
@@ -141,11 +140,10 @@ class Engine:
         self.model.load_weights(named_tensors)
 
     def share_weights(self) -> bytes:
-        """Offer the weights to a process that writes new ones; drop the prefix cache.
+        """Offer the weights to a process that writes new ones; drop the prefix cache. No requests may be running.
 
         The result is a pickled dictionary: Hugging Face name -> this rank's part of the parameter, which
-        `weight_layout` describes. It is valid until the weights are paused. The other process must drop the tensors
-        before the next step. Needs the weights' region alone, and no running requests.
+        `weight_layout` describes. It is valid until the weights are paused.
         """
         self._prepare_for_weights("be shared")
         return bytes(ForkingPickler.dumps(self.model.parameters))
@@ -159,9 +157,8 @@ class Engine:
     def capture(self) -> None:
         """Capture graphs for the configured sizes, and run every kind of step that serving can reach.
 
-        Afterwards nothing compiles in the middle of serving (see `warm_up`), and the random numbers of sampling are
-        those that would have come next. Nothing to do on the CPU, or a second time. If it fails the error is raised,
-        there are no graphs, and the engine goes on eagerly.
+        Afterwards nothing compiles in the middle of serving (see `warm_up`). Nothing to do on the CPU, or a second
+        time. If it fails the error is raised, there are no graphs, and the engine goes on eagerly.
         """
         self.memory.check_active(graphs=False)
         if not self.memory.captures_graphs or self._warm:

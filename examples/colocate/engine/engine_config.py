@@ -19,7 +19,6 @@ class EngineConfig:
     prefill_graph_sizes: tuple[int, ...] | None = None  # tokens; None: on CUDA 512 to 2048, as far as there is room
     compile_batch_sizes: tuple[int, ...] = ()  # decode steps of these go through torch.compile
     seed: int = 0  # of sampling, 64 bits; of random weights, modulo 2**32
-    prefix_cache: bool = True
 
     def prefill_sizes(self, on_cuda: bool) -> tuple[int, ...]:
         """The token counts that prefill steps are padded to, ascending."""

@@ -19,8 +19,7 @@ _T = TypeVar("_T")
 class EngineMemory:
     """The engine's regions on one device.
 
-    weights    backed up on the host. A pause with backup="none" and a resume with restore=False skip the copies
-               of weights that a sync overwrites
+    weights    backed up on the host
     kv_cache   not backed up: after a resume its contents are undefined
     buffers    constants and static inputs and outputs; apart from the weights, whose resume may not restore them
     cuda_graph the pool of the captured graphs; none without graphs. It has the temporaries of a step, and is backed up

@@ -13,8 +13,7 @@ from . import ops
 def sample(logits_BV: Tensor, temperature_B: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens (int64 [B]) and their log-probabilities (fp32 [B]).
 
-    Random numbers follow from `state`, int64 [2]: a seed, and a count of calls, which goes up by one. All 64 bits of
-    both are used. A replay of a graph counts on, and nothing of torch's generators takes part in a capture.
+    Random numbers follow from `state`, int64 [2]: a seed, and a count of calls, which goes up by one, also in a graph.
 
     The log-probability is that of the distribution that was sampled, log_softmax(logits / t): a policy gradient,
     and the weight of a token that another program sampled, need this one. For t = 0 it is that of t = 1.

@@ -27,11 +27,7 @@ class SamplingParams:
 
 @dataclass
 class Completion:
-    """Tokens chosen after a prompt, and each one's log-probability under the distribution that it was sampled from.
-
-    That is log_softmax(logits / temperature), also for a trainer that computes it again. Greedy tokens have that of
-    temperature 1.
-    """
+    """Tokens chosen after a prompt, and each one's log-probability: see `sampling.sample`."""
 
     prompt: list[int]
     tokens: list[int]
@@ -78,7 +74,6 @@ class Sequence:
             self.finish_reason = "length"
 
     def completion(self) -> Completion:
-        """The finished request's result; a ValueError if it is not finished."""
-        if self.finish_reason is None:
-            raise ValueError(f"request of {len(self.prompt)} prompt tokens is unfinished; expected a finished one")
+        """Of a finished request."""
+        assert self.finish_reason is not None
         return Completion(self.prompt, self.tokens[len(self.prompt) :], self.logprobs, self.finish_reason)

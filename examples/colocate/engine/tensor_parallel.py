@@ -1,8 +1,7 @@
 """Tensor parallel, as in Megatron-LM: one process for each rank, all making the same calls with the same arguments.
 
 Column-parallel products give each rank its share of the outputs, row-parallel ones a summand of all outputs; so a layer
-needs two all-reduces. All collectives here can be captured in a CUDA graph: nothing is read back to the host. Where
-graphs are paused set NCCL_GRAPH_REGISTER=0 before the process group is made.
+needs two all-reduces. Where graphs are paused set NCCL_GRAPH_REGISTER=0 before the process group is made.
 """
 
 from __future__ import annotations

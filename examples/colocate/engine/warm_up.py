@@ -1,11 +1,9 @@
 """Runs every kind of step once before serving, so that no request waits for a compiler or for a library to load.
 
-Three things are specialised. A kernel in Triton is compiled for each set of constants and of classes of arguments
-(strides of 1, alignments). A library chooses kernels by shape, and each is loaded when it is first launched. A graph is
-uploaded when it is first replayed. Steps are padded to few sizes, and no kernel of ours depends on how long sequences
-are. So the steps below reach all variants: every size of a decode step, every size of a prefill, with earlier context
-and without, and every number of sequences that a prefill samples for. Without prefill sizes any number of tokens can
-come: libraries may then still load a kernel for products of a count between the powers of two.
+A kernel in Triton is compiled for each set of constants and of classes of arguments, a library loads kernels by shape,
+and a graph is uploaded when it is first replayed. Steps are padded to few sizes, and no kernel of ours depends on how
+long sequences are. So all variants are reached by every size of a decode step, every size of a prefill, with earlier
+context and without, and every number of sequences that a prefill samples for.
 """
 
 from __future__ import annotations
@@ -16,10 +14,9 @@ from .sequence import SamplingParams, Sequence
 
 
 def warm_up(runner: ModelRunner) -> None:
-    """Run every kind of step on the current stream, whose allocations serving then finds in torch's cache.
+    """Only padding's block, row and outputs are written, so requests and the prefix cache do not change.
 
-    Only padding's block, row and outputs are written, so requests and the prefix cache do not change. The largest
-    steps come first, since smaller ones fit into the memory that those free.
+    The largest steps come first, since smaller ones fit into the memory that those free.
     """
     counts, longest = _token_counts(runner), runner.model.config.max_position - 1
     prefills = [(count, 0, 1) for count in counts]

@@ -1,8 +1,7 @@
 """Sampling in Triton: one pass over the logits, which are the largest tensor of a decode step after the weights.
 
-Two kernels, and one that counts: the first takes a part of a row each, the second joins a row's parts. Random numbers
-are those of Philox4x32-10 (Salmon et al., 2011). The 64 bits of the seed are its key. Its counter of 128 bits is made
-of the logit's group of four, the row, and the 64 bits of a count of calls on the device, so each replay draws others.
+The first kernel takes a part of a row each, the second joins a row's parts. Random numbers are those of Philox4x32-10
+(Salmon et al., 2011): its key is the seed, its counter the logit's group of four, the row, and the count of calls.
 """
 
 from __future__ import annotations
