@@ -72,10 +72,6 @@ class EngineActor(Worker):
         """The UUID of the device, the pickled weights, and their layout."""
         return self.uuid(), self.engine.share_weights(), self.engine.weight_layout
 
-    def layout(self) -> dict[str, WeightPart]:
-        """Of the weights."""
-        return self.engine.weight_layout
-
     def take_weights(self, sent: Sequence[bytes]) -> None:
         """The result of `TrainerActor.send_weights`."""
         assert isinstance(self.engine, Engine)
@@ -111,9 +107,6 @@ class TrainerActor(Worker):
         for batch, rate in zip(batches, rates):
             metrics = self.trainer.warm_up(batch, rate)
         return metrics
-
-    def end_warm_up(self) -> None:
-        self.trainer.reset_optimizer()
 
     def train(self, samples: Sequence[Sample], rate: float) -> tuple[StepMetrics, TokenStatistics]:
         """Policy-gradient steps on parts of a rollout. Returns their mean metrics, and statistics of the tokens."""
@@ -181,6 +174,10 @@ class Loop:
         calls = [getattr(actor, method).remote(*arguments, **named) for actor in self.actors[role]]
         return answers(calls, f"{role}.{method}", self.options.answer_within)
 
+    def ask(self, name: str, *arguments: Any) -> list[Any]:
+        """The same for what an actor has: see `Worker.ask`. The name begins with the role."""
+        return self.call(name.partition(".")[0], "ask", name, *arguments)
+
     def set_up(self) -> None:
         """Build both roles. The engines pause before the trainers take their memory."""
         engine = self.set_up_engines()
@@ -230,7 +227,7 @@ class Loop:
             batches = [self.task.demonstrations(recipe.warm_up_batch) for _ in steps]
             metrics = self.call("trainer", "warm_up", batches, [recipe.warm_up_rate_at(step) for step in steps])[0]
             self.say(f"warm-up, {steps.stop} of {recipe.warm_up_steps} steps: loss {metrics.loss:.3f}")
-        self.call("trainer", "end_warm_up")
+        self.ask("trainer.reset_optimizer")
         self.bring_weights()
         self.warm = self.rollouts.held_out_rewards()
         self.say(f"held-out greedy reward after the warm-up: {sum(self.warm) / len(self.warm):.3f}")
@@ -275,7 +272,9 @@ class Loop:
         if self.in_regions:
             self.call("trainer", "write_weights", self.call("engine", "share_weights"), self.trainers_on)
         else:
-            self.call("engine", "take_weights", self.call("trainer", "send_weights", self.call("engine", "layout"))[0])
+            self.call(
+                "engine", "take_weights", self.call("trainer", "send_weights", self.ask("engine.weight_layout"))[0]
+            )
         self.seconds["sync"] = time.perf_counter() - began
 
     def report(self, rollout: Rollout, metrics: StepMetrics, statistics: TokenStatistics) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+from operator import attrgetter
+from typing import Any
 
 import ray
 import torch
@@ -40,6 +42,11 @@ class Worker(Colocated):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """The value of an attribute of this actor, such as `engine.config`, or the result of calling it."""
+        found = attrgetter(name)(self)
+        return found(*arguments) if callable(found) else found
 
     def address(self) -> str:
         """A free address of this node, where ranks meet."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ import memsaver
 
 from ..engine import Completion, Engine, SamplingParams
 from ..loop import EngineActor, TrainerActor
-from ..model import WeightPart
 from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
 from ..trainer.batch import MicroBatch
 from ..worker import Worker
@@ -34,9 +31,9 @@ class Memory(Worker):
     def mapped_bytes(self, tags: Sequence[str]) -> int:
         """That the regions of these tags hold, or the guests of another saver."""
         stats = memsaver.stats()
-        regions = stats.devices[str(self.device)].regions if str(self.device) in stats.devices else []
-        held = sum(region.mapped_bytes for region in regions if region.tag in tags)
-        return held + sum(guest.nbytes or 0 for guest in stats.guests if guest.name in tags)
+        rows = [row for each in stats.devices.values() for row in each.regions if row.tag in tags]
+        guests = [guest for guest in stats.guests if guest.name in tags]
+        return sum(row.mapped_bytes for row in rows) + sum(guest.nbytes or 0 for guest in guests)
 
     def free_bytes(self) -> int:
         """That the pool has left. Other savers have none."""
@@ -69,21 +66,6 @@ class Memory(Worker):
 class CheckedEngine(EngineActor, Memory):
     _requests: Sequence[Any] = ()
 
-    def addresses(self) -> dict[str, int]:
-        return self.engine.addresses()
-
-    def checksums(self) -> dict[str, int]:
-        """Of the weights."""
-        return self.engine.checksums()
-
-    def counts(self) -> dict[str, int]:
-        """Since the engine was made."""
-        return asdict(self.engine.counts)
-
-    def kv_tokens(self) -> int:
-        """That the KV cache has room for."""
-        return self.engine.config.num_blocks * self.engine.config.block_size
-
     def start(self, prompts: list[list[int]], sampling: SamplingParams) -> None:
         """Begin requests, and leave them running."""
         self._requests = [self.engine.submit(prompt, sampling) for prompt in prompts]
@@ -99,31 +81,13 @@ class CheckedEngine(EngineActor, Memory):
         self.engine.settle()
         return [(count, each.completion()) for count, each in zip(had, requests)]
 
-    def random_state(self) -> list[int]:
-        """The sampler's: its seed, and the number of its calls."""
-        assert isinstance(self.engine, Engine)
-        state: list[int] = self.engine.random_state.tolist()
-        return state
-
     def set_random_state(self, states: Sequence[list[int]]) -> None:
-        """To that of this rank."""
+        """The sampler's, to that of this rank: a seed, and a number of calls."""
         assert isinstance(self.engine, Engine)
         self.engine.random_state.copy_(torch.tensor(states[self.rank]))
 
 
 class CheckedTrainer(TrainerActor, Memory):
-    def checksums(self) -> dict[str, int]:
-        """Of this rank's parameters, moments and step counters."""
-        return self.trainer.checksums()
-
-    def weight_checksums(self, layout: Mapping[str, WeightPart]) -> dict[str, int]:
-        """Of the weights as an engine should have them. A collective."""
-        return self.trainer.weights.checksums(layout)
-
-    def steps_taken(self) -> int:
-        """Updates since the warm-up."""
-        return self.trainer.steps_taken
-
     def train(self, samples: Sequence[Sample], rate: float) -> tuple[StepMetrics, TokenStatistics]:
         """The first update starts from the parameters and moments of now, and has the gradients of the samples.
 
@@ -161,9 +125,3 @@ class CheckedTrainer(TrainerActor, Memory):
 
         patched.train_step = checked_step
         return super().train(samples, rate)
-
-    def save(self, folder: Path) -> None:
-        self.trainer.save(folder)
-
-    def load(self, folder: Path) -> None:
-        self.trainer.load(folder)

@@ -45,8 +45,8 @@ class CheckedLoop(Loop):
 
     def join(self, engine: list[str], trainer: list[str]) -> None:
         super().join(engine, trainer)
-        self._addresses = self.call("engine", "addresses")
-        self._layouts = self.call("engine", "layout")[: self.options.engine_ranks]
+        self._addresses = self.ask("engine.addresses")
+        self._layouts = self.ask("engine.weight_layout")[: self.options.engine_ranks]
         self._counted = self._count()
         self._trained: list[dict[str, int]] = []  # checksums when the phase "train" ended
         self._written: list[dict[str, int]] = []  # those of the weights that each rank of an engine should have
@@ -60,18 +60,17 @@ class CheckedLoop(Loop):
     def enter(self, phase: str) -> Turn:
         """The trainers' contents are the same after their pause, and the engines' weights, under the same addresses."""
         if self.group.entered == "train":
-            self._trained = self.call("trainer", "checksums")
+            self._trained = self.ask("trainer.checksums")
         turn = super().enter(phase)
         if phase == "train":
             held = self.call("engine", "mapped_bytes", self.tags["engine"])
             if self.options.memory != "resident":
                 self.check("the engines' memory is free", not any(held), f"they hold {held} bytes")
-            for rank, before in enumerate(self._trained):
-                found = self.call("trainer", "checksums")[rank]
-                self._same("parameters and moments outlast a pause", f"trainer {rank}", found, before)
+            for rank, sides in enumerate(zip(self.ask("trainer.checksums"), self._trained)):
+                self._same("parameters and moments outlast a pause", f"trainer {rank}", *sides)
         if phase == "rollout":
             if self.options.memory != "to-cpu":
-                same = self.call("engine", "addresses") == self._addresses
+                same = self.ask("engine.addresses") == self._addresses
                 self.check("addresses are the same", same, "tensors moved")
             self._engines_have(self._written, "weights outlast a pause")
         return turn
@@ -79,7 +78,7 @@ class CheckedLoop(Loop):
     def write_weights(self) -> None:
         """Each engine's weights are, bit for bit, the trainer's."""
         super().write_weights()
-        self._written = [self.call("trainer", "weight_checksums", each)[0] for each in self._layouts]
+        self._written = [self.ask("trainer.weights.checksums", each)[0] for each in self._layouts]
         self._engines_have(self._written, "weights are the trainer's")
 
     def rollout(self) -> Rollout:
@@ -113,7 +112,7 @@ class CheckedLoop(Loop):
         text = f"mean(-log p) is {z:+.1f} standard errors from the entropy; expected {Z_BOUND:g} at most"
         self.check("tokens are the policy's", abs(z) <= Z_BOUND, text)
         due = (self.steps_done + 1) * self.recipe.minibatches
-        taken = self.call("trainer", "steps_taken")
+        taken = self.ask("trainer.steps_taken")
         self.check("each update is applied once", set(taken) == {due}, f"{taken} updates; expected {due}")
         return metrics, found
 
@@ -184,7 +183,7 @@ class CheckedLoop(Loop):
                 file.write(json.dumps(line, default=str) + "\n")
 
     def _engines_have(self, expected: list[dict[str, int]], name: str) -> None:
-        for rank, found in enumerate(self.call("engine", "checksums") if expected else ()):
+        for rank, found in enumerate(self.ask("engine.checksums") if expected else ()):
             self._same(name, f"engine {rank}", found, expected[rank % len(expected)])
 
     def _same(self, name: str, where: str, found: dict[str, int], expected: dict[str, int]) -> None:
@@ -192,7 +191,7 @@ class CheckedLoop(Loop):
         self.check(name, not wrong, f"{where} has others: {', '.join(wrong[:4])}")
 
     def _count(self) -> Counter[str]:
-        return sum(map(Counter, self.call("engine", "counts")[:: self.options.engine_ranks]), Counter())
+        return sum((Counter(vars(each)) for each in self.ask("engine.counts")[:: self.options.engine_ranks]), Counter())
 
 
 def verdict(before: Sequence[float], after: Sequence[float]) -> tuple[bool, str]:

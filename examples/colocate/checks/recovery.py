@@ -58,7 +58,8 @@ class RecoverableLoop(CheckedLoop):
             self._go_back()
         elif self.steps_done == 0:
             self.begin()
-            tokens = sum(self.call("engine", "kv_tokens")[:: self.options.engine_ranks])
+            sizes = self.ask("engine.config")[:: self.options.engine_ranks]
+            tokens = sum(each.num_blocks * each.block_size for each in sizes)
             self.write_log({"held_out": sum(self.warm) / len(self.warm), "after": "warm-up", "kv_tokens": tokens})
             self._commit()
         while self.steps_done < self.last:
@@ -109,7 +110,7 @@ class RecoverableLoop(CheckedLoop):
 
     def _save(self, step: int) -> None:
         if self.checkpoints is not None:
-            self.call("trainer", "save", self.checkpoints.begin(step))
+            self.ask("trainer.save", self.checkpoints.begin(step))
 
     def _commit(self) -> None:
         """Write the rest of the checkpoint and give it its name, after the whole step."""
@@ -119,7 +120,7 @@ class RecoverableLoop(CheckedLoop):
             "step": self.steps_done,  # from which the learning rate follows
             "settings": self._settings,
             "task": self.task.random_state(),
-            "engines": self.call("engine", "random_state"),
+            "engines": self.ask("engine.random_state.tolist"),
             "warm": self.warm,
             "statistics": asdict(self.statistics),
             "counts": self.counts,
@@ -132,7 +133,7 @@ class RecoverableLoop(CheckedLoop):
         assert self.checkpoints is not None
         path, state = self.checkpoints.newest()
         self.enter("train")
-        self.call("trainer", "load", path)
+        self.ask("trainer.load", path)
         self.steps_done, self.warm = state["step"], state["warm"]
         self.statistics, self.counts = TokenStatistics(**state["statistics"]), Counter(state["counts"])
         self.bring_weights()
