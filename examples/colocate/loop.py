@@ -272,9 +272,8 @@ class Loop:
         if self.in_regions:
             self.call("trainer", "write_weights", self.call("engine", "share_weights"), self.trainers_on)
         else:
-            self.call(
-                "engine", "take_weights", self.call("trainer", "send_weights", self.ask("engine.weight_layout"))[0]
-            )
+            layouts = self.ask("engine.weight_layout")
+            self.call("engine", "take_weights", self.call("trainer", "send_weights", layouts)[0])
         self.seconds["sync"] = time.perf_counter() - began
 
     def report(self, rollout: Rollout, metrics: StepMetrics, statistics: TokenStatistics) -> None:

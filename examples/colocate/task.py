@@ -62,18 +62,18 @@ class Task:
     max_new_tokens: int
     demonstrate: Callable[[Mapping[str, Any], random.Random], str] | None = None
     seed: int = 0
-    _random: random.Random = field(init=False, repr=False)
+    draws: random.Random = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.train or not self.held_out:
             raise TaskError(f"{len(self.train)} problems to train on, {len(self.held_out)} held out; expected both")
-        self._random = random.Random(self.seed)
+        self.draws = random.Random(self.seed)
 
     def sample(self, count: int) -> list[Problem]:
         """Distinct problems to train on."""
         if not 0 < count <= len(self.train):
             raise TaskError(f"count is {count}; expected 1 to {len(self.train)}")
-        return self._random.sample(self.train, count)
+        return self.draws.sample(self.train, count)
 
     def demonstrations(self, count: int) -> list[Sample]:
         """Completions to imitate, of problems to train on, which are drawn with repetition."""
@@ -81,16 +81,11 @@ class Task:
             raise TaskError("the task has no demonstrations; expected a run without a warm-up")
         encode, stop = self.tokenizer.encode, self.tokenizer.stop_tokens
         return [
-            Sample(encode(problem.prompt), [*encode(self.demonstrate(problem.fields, self._random)), *stop])
-            for problem in self._random.choices(self.train, k=count)
+            Sample(encode(problem.prompt), [*encode(self.demonstrate(problem.fields, self.draws)), *stop])
+            for problem in self.draws.choices(self.train, k=count)
         ]
 
-    def random_state(self) -> list[Any]:
-        """The state of the random numbers, ready for JSON. The next draws follow from it."""
-        version, words, gauss = self._random.getstate()
-        return [version, list(words), gauss]
-
     def set_random_state(self, state: Sequence[Any]) -> None:
-        """Continue from the state of another instance of the same task."""
+        """Continue from `draws.getstate()` of another instance of the same task, also after a way through JSON."""
         version, words, gauss = state
-        self._random.setstate((version, tuple(words), gauss))
+        self.draws.setstate((version, tuple(words), gauss))

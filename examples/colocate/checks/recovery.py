@@ -119,7 +119,7 @@ class RecoverableLoop(CheckedLoop):
         state = {
             "step": self.steps_done,  # from which the learning rate follows
             "settings": self._settings,
-            "task": self.task.random_state(),
+            "task": self.task.draws.getstate(),
             "engines": self.ask("engine.random_state.tolist"),
             "warm": self.warm,
             "statistics": asdict(self.statistics),
