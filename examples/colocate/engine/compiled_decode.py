@@ -13,11 +13,6 @@ DecodeLogits = Callable[[Any, int], Tensor]  # of a runner and a batch size
 
 
 def compiled(decode_logits: DecodeLogits, sizes: tuple[int, ...]) -> DecodeLogits:
-    """The function, compiled anew for each of these sizes when it is first called with it.
-
-    Raises ValueError for more than 8 sizes: torch.compile gives up after as many variants of a function.
-    """
-    if len(sizes) > 8:
-        raise ValueError(f"compile_batch_sizes has {len(sizes)} sizes; expected at most 8")
+    """The function, compiled anew for each of these sizes when it is first called with it. Torch takes up to 8."""
     fast = torch.compile(decode_logits, backend=BACKEND, fullgraph=True, dynamic=False) if sizes else decode_logits
     return lambda runner, size: (fast if size in sizes else decode_logits)(runner, size)

@@ -52,9 +52,7 @@ class Decoder:
             name: self.weights[part.tensor].narrow(0, part.row, part.shape[0]) for name, part in self.layout.items()
         }
         tables = rotary_tables(config.max_position, config.head_dim, config.rope_theta, scaling=config.rope_scaling)
-        self.tables: tuple[Tensor, Tensor] = tuple(buffers.empty(tuple(each.shape), each.dtype) for each in tables)
-        for table_PD, values_PD in zip(self.tables, tables):
-            table_PD.copy_(values_PD)
+        self.tables: ops.Pair = tuple(buffers.empty(tuple(each.shape), each.dtype).copy_(each) for each in tables)
         # A vocabulary that the ranks cannot share is every rank's own. A tied embedding is whole on each of them.
         self._shares_vocabulary = config.vocab_size % parallel.size == 0
         self._head_VC = self.parameters.get(_HEAD, self.parameters[_EMBEDDING])

@@ -125,10 +125,9 @@ class Engine:
         return self.scheduler.update(step, tokens, logprobs)
 
     def drain(self) -> None:
-        """Before a pause: put running requests back, to be computed anew later, and wait for the device."""
+        """Before a pause: put running requests back, to be computed anew later."""
         self.settle()
         self.scheduler.put_back_all()
-        self._synchronize()
 
     def drop_prefix_cache(self) -> None:
         """Drop the contents of the KV cache. Raises RuntimeError while requests are running."""
@@ -169,7 +168,6 @@ class Engine:
         try:
             runner.capture(self.memory)
             warm_up(runner)
-            self._synchronize()
         except BaseException:
             runner.release_graphs()
             raise
@@ -212,7 +210,3 @@ class Engine:
         self.memory.weights.check_active(purpose)
         self.settle()
         self.drop_prefix_cache()
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

@@ -63,13 +63,11 @@ class EngineMemory:
 
     def warm_up(self, functions: list[Callable[[], object]]) -> None:
         """Run each twice: the first run compiles kernels, loads libraries, and makes allocations that last."""
-        current = torch.cuda.current_stream()
-        self._stream.wait_stream(current)
+        torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             for function in functions:
                 function()
                 function()
-        current.wait_stream(self._stream)
         torch.cuda.synchronize()
 
     def capture(self, function: Callable[[], _T]) -> tuple[Any, _T]:

@@ -48,7 +48,7 @@ def rotate(
     tokens, heads, head_dim = qk_THD.shape
     out_THD = qk_THD.new_empty(qk_THD.shape)
     half_pad = pad(head_dim // 2)
-    _rotate[(tokens, _parts(heads, _HEADS))](
+    _rotate[(tokens, -(-heads // _HEADS))](
         qk_THD, q_norm_D, k_norm_D, cos_PD, sin_PD, positions_T, out_THD,
         row_stride(qk_THD, head_dim), positions_T.stride(0),
         EPS=eps, Q_HEADS=num_heads, HEADS=heads, HALF=head_dim // 2, HALF_PAD=half_pad, PROGRAM_HEADS=_HEADS,
@@ -62,7 +62,7 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
     tokens, size = gate_up_TF.shape
     half = size // 2
     out = gate_up_TF.new_empty((tokens, half))
-    _swiglu[(tokens, _parts(half, _COLUMNS))](
+    _swiglu[(tokens, -(-half // _COLUMNS))](
         gate_up_TF, out, row_stride(gate_up_TF, 1), HALF=half, COLUMNS=_COLUMNS, num_warps=_COLUMNS_WARPS
     )
     return out
@@ -71,9 +71,7 @@ def swiglu(gate_up_TF: Tensor) -> Tensor:
 def write_kv(k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
     """`ops.write_kv`: a program for some columns of a token's k and v."""
     tokens, kv_heads, head_dim = k_TKD.shape
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache or v_cache has gaps; expected contiguous ones")
-    _write_kv[(tokens, _parts(kv_heads * head_dim, _COLUMNS))](
+    _write_kv[(tokens, -(-kv_heads * head_dim // _COLUMNS))](
         k_cache, v_cache, k_TKD, v_TKD, slots_T,
         row_stride(k_TKD, head_dim), row_stride(v_TKD, head_dim), slots_T.stride(0),
         SIZE=kv_heads * head_dim, COLUMNS=_COLUMNS, num_warps=_COLUMNS_WARPS,
@@ -83,10 +81,6 @@ def write_kv(k_cache: Tensor, v_cache: Tensor, k_TKD: Tensor, v_TKD: Tensor, slo
 def pad(size: int) -> int:
     """The power of two that Triton needs for a tensor's length, without the 3 us that its own function takes."""
     return 1 << (size - 1).bit_length()
-
-
-def _parts(size: int, part: int) -> int:
-    return -(-size // part)
 
 
 def _warps(elements: int) -> int:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..attention import Chunks
 from .fused import pad, row_stride
-
-_LOG2_E = 1.4426950408889634
+from .paged_decode import LOG2_E
 
 
 def tiling(head_dim: int, element_size: int) -> tuple[int, int, int, int]:
@@ -33,20 +32,15 @@ def tiling(head_dim: int, element_size: int) -> tuple[int, int, int, int]:
 def paged_prefill(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor, chunks: Chunks
 ) -> Tensor:
-    """`attention.paged_prefill` on the GPU; shapes as there. The caches have no gaps, nor do rows of q and table.
-
-    Raises ValueError for heads of more than 256 elements.
-    """
+    """`attention.paged_prefill` on the GPU; shapes as there. The caches have no gaps, nor do rows of q and table."""
     tokens, heads, head_dim = q_THD.shape
     block_size, kv_heads = k_cache.shape[1:3]
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()) or block_table.stride(1) != 1 or head_dim > 256:
-        raise ValueError(f"head_dim is {head_dim}; expected at most 256, and caches and rows of blocks without gaps")
     out_THD = q_THD.new_empty((tokens, heads, head_dim))
     queries, keys, stages, warps = tiling(head_dim, k_cache.element_size())
     _attend_chunk[(-(-chunks.longest // queries), heads, len(chunks.bounds) - 1)](
         q_THD, k_cache, v_cache, block_table, lengths_B, chunks.bounds, out_THD,
         row_stride(q_THD, head_dim), block_table.stride(0), lengths_B.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, SCALE_LOG2=head_dim**-0.5 * _LOG2_E, DIM=head_dim,
+        HEADS=heads, KV_HEADS=kv_heads, SCALE_LOG2=head_dim**-0.5 * LOG2_E, DIM=head_dim,
         DIM_PAD=max(16, pad(head_dim)), BLOCK_SIZE=block_size, QUERIES=queries, KEYS=keys,
         STAGES=stages, num_warps=warps,
     )  # fmt: skip

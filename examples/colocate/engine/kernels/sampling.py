@@ -19,7 +19,6 @@ _PART = 4096  # logits of a program: 64 rows of 150,000 make over two thousand p
 def sample(logits_BV: Tensor, temperature_B: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """`sampling.sample` on the GPU."""
     batch, vocab = logits_BV.shape
-    assert logits_BV.stride(1) == 1, f"logits have strides {logits_BV.stride()}; expected rows without gaps"
     parts = -(-vocab // _PART)
     # Of each part: the best score, its logit, the largest logit, and the sum of exponentials.
     found = logits_BV.new_empty((4, batch, parts), dtype=torch.float32)
