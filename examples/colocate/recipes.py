@@ -61,11 +61,6 @@ class Recipe:
         ramp, decay = min(5, self.steps), 0.6 * self.steps
         return self.rate * min(1.0, (step + 1) / ramp, (self.steps - step) / decay + 0.1)
 
-    def capacity(self, device_bytes: int) -> int:
-        """The bytes of a GPU that the regions of a pair may take, in whole chunks of the smallest size."""
-        available = max(device_bytes - self.outside_bytes, device_bytes // 2)
-        return available - available % (2 * MIB)
-
     def blocks_that_fit(self, nbytes: int, ranks: int = 1, beside_trainer: bool = False) -> int:
         """KV blocks of one of an engine's ranks that may take so many bytes. A tenth is left for buffers and graphs.
 

@@ -13,7 +13,7 @@ import memsaver
 from memsaver.ray import Colocated
 
 from .options import Options
-from .recipes import Recipe
+from .recipes import MIB, Recipe
 
 
 class Worker(Colocated):
@@ -24,7 +24,9 @@ class Worker(Colocated):
         if options.device == "cuda":
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
-            self.capacity = recipe.capacity(torch.cuda.get_device_properties(0).total_memory)
+            device_bytes = torch.cuda.get_device_properties(0).total_memory
+            available = max(device_bytes - recipe.outside_bytes, device_bytes // 2)
+            self.capacity = available - available % (2 * MIB)  # whole chunks of the smallest size
         else:
             self.device = torch.device("cpu")
             torch.set_num_threads(1)
