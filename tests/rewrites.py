@@ -627,7 +627,7 @@ REWRITES = [
     Rewrite(
         "log_probabilities_are_those_of_temperature_one",
         "engine: tokens are sampled at one temperature, their log-probabilities are of another",
-        "examples/colocate/engine/sampling.py",
+        "examples/colocate/engine/ops.py",
         "scaled = logits / torch.where(temperature_B > 0, temperature_B, 1.0)[:, None]",
         "scaled = logits",
         ["examples/test_engine.py::test_logprobs_are_those_of_the_distribution_sampled"],

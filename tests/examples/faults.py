@@ -165,7 +165,7 @@ FAULTS = [
     Fault(
         "unlikely_tokens_cut",
         "engines sample from the likely tokens alone, and say the log-probabilities of the whole distribution",
-        "examples/colocate/engine/sampling.py",
+        "examples/colocate/engine/ops.py",
         "torch.argmax(logits - ",
         "torch.argmax(logits.masked_fill(logits < logits.amax(-1, True) - 1, -1e9) - ",
         check="tokens are the policy's",

@@ -13,7 +13,7 @@ import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams, compiled_decode
 from examples.colocate.engine.batches import Readback
 from examples.colocate.engine.decoder import Decoder
-from examples.colocate.engine.sampling import sample
+from examples.colocate.engine.ops import sample
 from examples.colocate.engine.sequence import Sequence
 from examples.colocate.model import ModelConfig, checksums
 from tests.examples.engine_support import (

@@ -9,7 +9,7 @@
     block_manager    the blocks of the KV cache by sequence, and the prefix cache
     model_runner     a step on the device; `batches` are its inputs
     decoder          weights by name, and the forward pass in pieces; `tensor_parallel` over several processes
-    ops, attention, sampling   operations between matrix products, in torch; `kernels`, in Triton
+    ops, attention   operations between matrix products, and sampling, in torch; `kernels`, in Triton
     engine_memory    the regions, and captures of graphs
     prefill_graphs   graphs of the parts of a prefill between attentions
     warm_up          every kind of step once, before the first request

@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def random_state(self) -> Tensor:
-        """Of sampling: see `sampling.sample`. An engine that gets another's draws the same numbers next."""
+        """Of sampling: see `ops.sample`. An engine that gets another's draws the same numbers next."""
         return self.runner.batch.random_state
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams, use_graphs: bool = True) -> list[Completion]:

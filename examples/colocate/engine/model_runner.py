@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from . import ops
 from .attention import Caches, PagedAttention
 from .batches import Batch, Readback
 from .compiled_decode import compiled
@@ -14,7 +15,6 @@ from .decoder import Decoder
 from .engine_config import EngineConfig, padded_to
 from .engine_memory import EngineMemory, borrowed
 from .prefill_graphs import PrefillGraphs
-from .sampling import sample
 from .scheduler import Counts, Step
 from .sequence import Sequence
 
@@ -112,4 +112,4 @@ class ModelRunner:
 
     def _sample(self, logits_BV: Tensor) -> None:
         inputs = self.batch.columns(len(logits_BV))
-        self.batch.store(inputs.rows_B, *sample(logits_BV, inputs.temperatures_B, self.batch.random_state))
+        self.batch.store(inputs.rows_B, *ops.sample(logits_BV, inputs.temperatures_B, self.batch.random_state))

@@ -27,7 +27,7 @@ class SamplingParams:
 
 @dataclass
 class Completion:
-    """Tokens chosen after a prompt, and each one's log-probability: see `sampling.sample`."""
+    """Tokens chosen after a prompt, and each one's log-probability: see `ops.sample`."""
 
     prompt: list[int]
     tokens: list[int]

@@ -17,7 +17,7 @@ _PART = 4096  # logits of a program: 64 rows of 150,000 make over two thousand p
 
 
 def sample(logits_BV: Tensor, temperature_B: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """`sampling.sample` on the GPU."""
+    """`ops.sample` on the GPU."""
     batch, vocab = logits_BV.shape
     parts = -(-vocab // _PART)
     # Of each part: the best score, its logit, the largest logit, and the sum of exponentials.
