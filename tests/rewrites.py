@@ -651,9 +651,9 @@ REWRITES = [
     Rewrite(
         "gathered_weights_stay",
         "trainer: weights that recompute() has gathered are used after the next step",
-        "examples/colocate/trainer/state_files.py",
-        "            module.reshard()",
-        "            pass",
+        "examples/colocate/trainer/trainer.py",
+        "                module.reshard()",
+        "                pass",
         ["examples/test_trainer.py::test_addresses_and_contents_outlive_steps_and_pauses"],
     ),
     Rewrite(
@@ -683,7 +683,7 @@ REWRITES = [
     Rewrite(
         "logits_are_those_of_temperature_one",
         "trainer: logits are not divided by the temperature of the samples",
-        "examples/colocate/trainer/token_logprobs.py",
+        "examples/colocate/trainer/causal_lm.py",
         ".float() / temperature",
         ".float()",
         ["examples/test_trainer.py::test_the_engine_agrees_about_tokens_it_sampled"],

@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from examples.colocate.model import ModelConfig
 from examples.colocate.trainer import Sample, Trainer, TrainerConfig
-from examples.colocate.trainer.state_files import tensors
 from examples.colocate.trainer.trainer_memory import local
 
 TAGS = ["params", "optimizer", "grads"]
@@ -38,7 +37,7 @@ def samples(count: int = 8, seed: int = 0) -> list[Sample]:
 
 def addresses(trainer: Trainer) -> dict[str, int]:
     """Of every tensor that lasts: parameters, moments, step counters, and gradients."""
-    lasting = tensors(trainer.model, trainer.optimizer)
+    lasting = trainer.state()
     for name, parameter in trainer.model.named_parameters():
         assert parameter.grad is not None
         lasting[f"grads.{name}"] = parameter.grad

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..recipes import Recipe
 from ..trainer import CheckpointError
-from ..trainer.state_files import METADATA
+from ..trainer.trainer import METADATA
 
 _KEPT = 2
 _PARTS = ("model", "engine", "trainer")

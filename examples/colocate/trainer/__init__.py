@@ -1,14 +1,13 @@
 """A trainer with FSDP2 whose memory can be paused; the module `trainer` is the place to start reading.
 
 trainer: FSDP2 with mixed precision, supervised and policy-gradient steps. batch: samples packed into rows.
-causal_lm, token_logprobs: the forward pass. statistics: of sampled tokens. weights: written into engines.
-trainer_memory: regions. state_files: parameters and optimizer on disk. process_group: the ranks meet.
+causal_lm: the forward pass. statistics: of sampled tokens. weights: written into engines. trainer_memory: regions.
+process_group: the ranks meet.
 """
 
 from .batch import RankBatch, Sample
-from .state_files import CheckpointError
 from .statistics import TokenStatistics
-from .trainer import NonFiniteError, StepMetrics, Trainer, TrainerConfig
+from .trainer import CheckpointError, NonFiniteError, StepMetrics, Trainer, TrainerConfig
 from .weights import EngineWeights
 
 __all__ = [

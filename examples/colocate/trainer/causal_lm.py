@@ -1,7 +1,7 @@
 """The decoder of the trainer in plain torch, with parameters named as in Hugging Face checkpoints.
 
 Shape suffixes: T tokens of a packed row, N tokens to predict, H query heads, K key-value heads, D head dimension, C
-hidden size, P positions of the tables.
+hidden size, V vocabulary, P positions of the tables.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from ..model.config import ModelConfig, parameter_shapes
 from ..model.layers import apply_rotary, flash_attention, rms_norm, swiglu
 from .batch import MicroBatch
-from .token_logprobs import token_logprobs
 
 _NEEDED = {"window_size", "enable_gqa"}  # options of torch's attention that its first versions lack
 
@@ -111,3 +110,36 @@ def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, batch: MicroBa
         padded(q_THD), padded(k_TKD), padded(v_TKD), is_causal=True, enable_gqa=q_THD.shape[1] != k_TKD.shape[1]
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, batch.slots_T)
+
+
+def token_logprobs(
+    hidden_NC: Tensor, weight_VC: Tensor, targets_N: Tensor, temperature: float, chunk: int, with_statistics: bool
+) -> Tensor:
+    """Log-probability of each target under softmax(hidden @ weight.T / temperature): fp32 [1, N], in nats.
+
+    `with_statistics`: [3, N], with the entropy of each distribution and the variance of -log p under it, both without a
+    gradient. The logits of `chunk` tokens are in memory at once, also in the backward pass, which computes them again.
+    """
+    parts = [
+        checkpoint(
+            _chunk, *rows, weight_VC, temperature, with_statistics, use_reentrant=False, preserve_rng_state=False
+        )
+        for rows in zip(hidden_NC.split(chunk), targets_N.split(chunk))
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _chunk(
+    hidden_NC: Tensor, targets_N: Tensor, weight_VC: Tensor, temperature: float, with_statistics: bool
+) -> Tensor:
+    logits_NV = F.linear(hidden_NC, weight_VC).float() / temperature
+    total_N = logits_NV.logsumexp(-1)
+    logprobs_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1) - total_N
+    if not with_statistics:
+        return logprobs_N[None]
+    with torch.no_grad():
+        logprobs_NV = logits_NV - total_N[:, None]
+        probabilities_NV = logprobs_NV.exp()
+        entropy_N = -(probabilities_NV * logprobs_NV).sum(-1)
+        variance_N = (probabilities_NV * (logprobs_NV + entropy_N[:, None]).square()).sum(-1)
+    return torch.stack((logprobs_N, entropy_N, variance_N))

@@ -8,16 +8,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..grpo import importance_weights, policy_loss
 from ..model import ModelConfig, checksums, random_parameters
-from ..model.folder import load_parameters
+from ..model.folder import failing, load_parameters
 from ..model.layers import rotary_tables
-from . import state_files
 from .batch import MicroBatch, RankBatch, Sample
 from .causal_lm import CausalLM
 from .statistics import TokenStatistics
@@ -51,6 +52,13 @@ class StepMetrics:
     loss: float
     grad_norm: float  # before clipping
     clipped: float
+
+
+METADATA = ".metadata"  # the last file of a checkpoint that is written
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written, read, or gone on from."""
 
 
 class NonFiniteError(RuntimeError):
@@ -132,7 +140,7 @@ class Trainer:
                 weights_N = importance_weights(policy_N, each.behaviour_N, cap)
                 parts.append(TokenStatistics.of(policy_N, each.behaviour_N, entropy_N, variance_N, cap))
                 found.append(replace(each, behaviour_N=policy_N, weights_N=weights_N))
-        state_files.reshard(self.model)  # without a backward pass the root would stay gathered, and get stale
+        self._reshard()  # without a backward pass the root would stay gathered, and get stale
         return replace(dealt, micro_batches=found), TokenStatistics.joined(parts)
 
     def train_step(self, batch: RankBatch, learning_rate: float) -> StepMetrics:
@@ -155,17 +163,34 @@ class Trainer:
                 local(tensor).zero_()
 
     def save(self, folder: Path) -> None:
-        """Write parameters and optimizer state: see `state_files.save`."""
-        state_files.save(self.model, self.optimizer, folder)
+        """Write parameters and optimizer state, synced to disk. A collective; all ranks share the folder."""
+        with failing(CheckpointError, f"the trainer's state could not be written to {str(folder)!r}"):
+            dcp.save(self.state(), storage_writer=FileSystemWriter(folder, sync_files=True))
 
     def load(self, folder: Path) -> None:
-        """Load a checkpoint of the same number of ranks, in place. Raises CheckpointError."""
-        state_files.load(self.model, self.optimizer, folder)
+        """Overwrite parameters and optimizer state, in place: their addresses stay. A collective."""
+        self._reshard()  # parameters that a failed call left gathered would be stale
+        with failing(CheckpointError, f"the trainer's state could not be read from {str(folder)!r}"):
+            dcp.load(self.state(), storage_reader=FileSystemReader(folder))
+
+    def state(self) -> dict[str, Tensor]:
+        """All that a checkpoint has, by name. Tied parameters come once."""
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            found[f"model.{name}"] = parameter.detach()
+            for key, tensor in self.optimizer.state[parameter].items():
+                found[f"optimizer.{name}.{key}"] = tensor
+        return found
 
     def checksums(self) -> dict[str, int]:
         """By name, of this rank's shards of parameters and moments, and of the step counters."""
-        held = state_files.tensors(self.model, self.optimizer)
-        return checksums({name: local(tensor) for name, tensor in held.items()})
+        return checksums({name: local(tensor) for name, tensor in self.state().items()})
+
+    def _reshard(self) -> None:
+        """Free gathered parameters."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _forward(self, batch: MicroBatch, temperature: float, with_statistics: bool = False) -> Tensor:
         """Log-probabilities of a micro-batch, and statistics: see `token_logprobs`."""
