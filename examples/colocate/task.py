@@ -42,9 +42,7 @@ class CharacterTokenizer:
         return [self.vocabulary.index(character) for character in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """A model with a larger vocabulary can sample other tokens: each is a question mark."""
-        known, stops = self.vocabulary, self.stop_tokens
-        return "".join(known[token] if token < len(known) else "?" for token in tokens if token not in stops)
+        return "".join(self.vocabulary[token] for token in tokens if token not in self.stop_tokens)
 
 
 @dataclass

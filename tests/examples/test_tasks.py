@@ -162,7 +162,3 @@ def test_a_wrong_reward_is_refused(tmp_path: Path, code: str, match: str) -> Non
         load_reward(tmp_path / "reward.py")({}, "")
     with pytest.raises(TaskError, match="expected a Python file"):
         load_reward(tmp_path / "nowhere.py")
-
-
-def test_a_token_outside_the_vocabulary_is_a_question_mark() -> None:
-    assert CharacterTokenizer("abc\n").decode([0, 1, 99, 3]) == "ab?"
