@@ -5,7 +5,7 @@ Shape suffixes: T tokens of a row, S sequences in it, N tokens to predict.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
@@ -91,21 +91,17 @@ class RankBatch:
             raise ValueError("there are no samples; expected one or more")
         # Sequences of like lengths share a row: where attention pads them, it pads little.
         ordered = sorted(samples, key=lambda sample: sample.length, reverse=True)
-        rows = [list(_rows(ordered[each::ranks], max_tokens)) for each in range(ranks)]
+        rows = [_rows(ordered[each::ranks], max_tokens) for each in range(ranks)]
         # A forward or backward pass is a collective, so the ranks have to run the same number of them.
         missing = max(map(len, rows)) - len(rows[rank])
         micro_batches = [MicroBatch.pack(row) for row in rows[rank] + [[]] * missing]
         return cls(micro_batches, sum(len(sample.completion) for sample in samples))
 
 
-def _rows(samples: Sequence[Sample], max_tokens: int) -> Iterator[list[Sample]]:
-    row: list[Sample] = []
-    held = 0
+def _rows(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
+    rows: list[list[Sample]] = [[]]
     for sample in samples:
-        if row and held + sample.length > max_tokens:
-            yield row
-            row, held = [], 0
-        row.append(sample)
-        held += sample.length
-    if row:
-        yield row
+        if rows[-1] and sum(each.length for each in rows[-1]) + sample.length > max_tokens:
+            rows.append([])
+        rows[-1].append(sample)
+    return rows
