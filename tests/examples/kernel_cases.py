@@ -11,6 +11,7 @@ from torch import Tensor
 
 from examples.colocate.engine import ops
 from examples.colocate.engine.attention import Chunks
+from examples.colocate.model import ModelConfig
 from examples.colocate.model.layers import rotary_tables
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -153,7 +154,8 @@ def _rotation(make: Make, tokens: int, heads: int, kv_heads: int, head_dim: int,
     """Queries and keys as a part of a product, positions as a column of a table."""
     qk, norms = make(tokens, heads + 2 * kv_heads, head_dim)[:, : heads + kv_heads], (make(head_dim), make(head_dim))
     positions = torch.tensor([[7, 3 * token] for token in range(tokens)], dtype=torch.int64).view(tokens, 2)[:, 1]
-    return "rotate", qk, heads, norms if norm else None, rotary_tables(3 * tokens + 1, head_dim, 1e4), positions, 1e-6
+    tables = rotary_tables(ModelConfig(1, 1, 1, 1, 1, head_dim, 1, max_position=3 * tokens + 1))
+    return "rotate", qk, heads, norms if norm else None, tables, positions, 1e-6
 
 
 def _written(make: Make, tokens: int, kv_heads: int, head_dim: int) -> tuple[Any, ...]:

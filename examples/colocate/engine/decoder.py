@@ -38,10 +38,7 @@ class Decoder:
     """
 
     def __init__(self, config: ModelConfig, weights: Any, buffers: Any, parallel: Parallel = ONE_RANK) -> None:
-        """Allocate in two regions: parameters in `weights`, constants in `buffers`.
-
-        Raises ValueError for sizes that the ranks cannot share.
-        """
+        """Allocate in two regions: parameters in `weights`, constants in `buffers`."""
         self.config, self.parallel = config, parallel
         self.layout = weight_layout(config, parallel.rank, parallel.size)
         self.num_heads, self.num_kv_heads = config.num_heads // parallel.size, config.num_kv_heads // parallel.size
@@ -51,8 +48,9 @@ class Decoder:
         self.parameters = {
             name: self.weights[part.tensor].narrow(0, part.row, part.shape[0]) for name, part in self.layout.items()
         }
-        tables = rotary_tables(config.max_position, config.head_dim, config.rope_theta, scaling=config.rope_scaling)
-        self.tables: ops.Pair = tuple(buffers.empty(tuple(each.shape), each.dtype).copy_(each) for each in tables)
+        self.tables: ops.Pair = tuple(
+            buffers.empty(tuple(each.shape), each.dtype).copy_(each) for each in rotary_tables(config)
+        )
         # A vocabulary that the ranks cannot share is every rank's own. A tied embedding is whole on each of them.
         self._shares_vocabulary = config.vocab_size % parallel.size == 0
         self._head_VC = self.parameters.get(_HEAD, self.parameters[_EMBEDDING])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .config import RopeScaling
+from .config import ModelConfig
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -24,24 +24,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def rotary_tables(
-    max_position: int,
-    head_dim: int,
-    theta: float,
-    device: torch.device | str = "cpu",
-    scaling: RopeScaling | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(cos, sin) of every position's angles, each fp32 [P, D / 2]."""
-    # The same values on every device: angles are computed on the CPU and copied.
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-    frequencies = theta**-exponents
+def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of every position's angles, each fp32 [P, D / 2], on the CPU: the same values for every device."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
+    frequencies, scaling = config.rope_theta**-exponents, config.rope_scaling
     if scaling is not None:
         waves = scaling.original_max_position * frequencies / (2 * math.pi)  # that fit into the original context
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept = ((waves - low) / (high - low)).clamp(0.0, 1.0)
         frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
-    angles = torch.outer(torch.arange(max_position, dtype=torch.float64, device="cpu"), frequencies)
-    return angles.cos().float().to(device), angles.sin().float().to(device)
+    angles = torch.outer(torch.arange(config.max_position, dtype=torch.float64, device="cpu"), frequencies)
+    return angles.cos().float(), angles.sin().float()
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

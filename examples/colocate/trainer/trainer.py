@@ -111,8 +111,7 @@ class Trainer:
         )
         self.memory.place_state(self.optimizer)
         self.weights = WeightWriter(self.model, model.dtype)
-        positions = model.max_position, model.head_dim
-        self._tables = rotary_tables(*positions, model.rope_theta, self.device, model.rope_scaling)
+        self._tables = [table.to(self.device) for table in rotary_tables(model)]
 
     def warm_up(self, samples: Sequence[Sample], learning_rate: float) -> StepMetrics:
         """A supervised step: cross-entropy of the completions' tokens, at temperature 1."""
