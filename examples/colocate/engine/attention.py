@@ -3,7 +3,7 @@
 Shape suffixes: B sequences, T tokens, H query heads, K key-value heads, G query heads per key-value head, D head
 dimension, L tokens of context, N blocks of the cache, P tokens in a block, M blocks of the longest sequence.
 
-A token's slot is block * P + its place in the block. Slots of block 0 belong to padding (see `block_manager`).
+A cache of K or V is [N, P, K, D]. A token's slot is block * P + its place in the block; block 0 belongs to padding.
 A block table (int32 [B, M]) names the blocks of each sequence in order; entries beyond its length mean nothing.
 """
 
@@ -46,16 +46,14 @@ class PagedAttention:
     chunks: Chunks | None = None
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """See `decoder.Attention`. Of chunks [T, H, D] without padding, which may stand at the end of the tokens.
-
-        Whole prompts go through torch's own kernel, on CUDA.
-        """
+        """See `decoder.Attention`. Of chunks [T, H, D] without padding, which may stand at the end of the tokens."""
         k_cache, v_cache = self.kv_caches[layer]
         ops.write_kv(k_cache, v_cache, k_TKD, v_TKD, self.slots_T)
         if self.chunks is None:
             return paged_decode(q_THD, k_cache, v_cache, self.block_table, self.lengths_B)
         bounds, total, longest, whole = self.chunks
         q_THD, k_TKD, v_TKD = (each[:total] for each in (q_THD, k_TKD, v_TKD))
+        # Whole prompts go through torch's own kernel.
         if whole and ops.in_triton(q_THD) and q_THD.dtype != torch.float32 and (flash := flash_attention()):
             out_THD: Tensor = flash(q_THD, k_TKD, v_TKD, bounds, bounds, longest, longest)
             return out_THD
@@ -66,10 +64,7 @@ class PagedAttention:
 def paged_prefill(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor, chunks: Chunks
 ) -> Tensor:
-    """Causal attention of each chunk over its context in the cache: [T, H, D].
-
-    k_cache and v_cache are [N, P, K, D]. Values in the cache beyond a context are never used, NaN included.
-    """
+    """Causal attention of each chunk over its context in the cache: [T, H, D]. What lies beyond it is never used."""
     out_THD, size = torch.empty_like(q_THD), k_cache.shape[1]
     for (begin, end), blocks, context in zip(pairwise(chunks.bounds.tolist()), block_table, lengths_B.tolist()):
         k_LKD, v_LKD = (cache[blocks[: -(-context // size)]].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
@@ -84,8 +79,8 @@ def paged_prefill(
 def paged_decode(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor) -> Tensor:
     """Each sequence's one query over its cached context; [B, H, D] in q's dtype, computed in fp32.
 
-    k_cache and v_cache are [N, P, K, D]; lengths_B (int32) counts a sequence's tokens. A row of length 0 is padding:
-    its result is zero. Values in the cache beyond a sequence's length are never used, NaN included.
+    A row of length 0 is padding: its result is zero. Values in the cache beyond a sequence's length are never used,
+    NaN included.
     """
     batch, heads, head_dim = q_BHD.shape
     block_size, kv_heads = k_cache.shape[1:3]

@@ -46,9 +46,8 @@ class Tokens(NamedTuple):
 class Batch:
     """Inputs and outputs for up to `max_batch_size` sequences, in a region.
 
-    All inputs of a sequence are one row of int32, so a step's inputs come in one copy, of whole rows: row in `latest`,
-    position, slot, length, temperature (the bits of an fp32), then the blocks. Tokens and log-probabilities (the bits
-    of an fp32) leave in one copy, too.
+    All inputs of a sequence are one row of int32, see `Columns`, so a step's inputs come in one copy of whole rows.
+    Temperatures and log-probabilities are the bits of an fp32.
     """
 
     def __init__(self, max_batch_size: int, max_blocks: int, block_size: int, seed: int, buffers: Any) -> None:
@@ -66,10 +65,7 @@ class Batch:
             self._tables[sequence.row, : len(sequence.blocks)] = sequence.blocks
 
     def fill(self, sequences: list[Sequence], size: int) -> None:
-        """Set the first `size` rows: of sequences after the step, then padding, which touches no live block.
-
-        The copy is queued on the current stream.
-        """
+        """Set the first `size` rows: of sequences after the step, then padding, which touches no live block."""
         staging, count = self._pinned(size, self.inputs.shape[1]), len(sequences)
         host = staging.numpy()
         host[count:, :_BLOCKS] = self.padding_row, 0, 0, 0, 0

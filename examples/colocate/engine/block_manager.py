@@ -33,10 +33,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def cached_blocks(self, sequence: Sequence) -> list[int]:
-        """The blocks whose contents the sequence can share, from its start.
-
-        At least the last token is left out: its logits are needed, so it has to be computed.
-        """
+        """The blocks whose contents the sequence can share, from its start. Its last token has to be computed."""
         found: list[int] = []
         for digest in self._digests(sequence, len(sequence.tokens) - 1):
             if digest not in self._block_of:

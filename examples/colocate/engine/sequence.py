@@ -10,10 +10,7 @@ FinishReason = Literal["stop", "length", "failed"]  # failed: a step was, and al
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens: temperature 0 is greedy; one of `stop_tokens` ends a completion and is part of it.
-
-    Raises ValueError for a temperature that is neither 0 nor a number from 0.001 to 1e6, and without tokens.
-    """
+    """How to choose tokens: temperature 0 is greedy; one of `stop_tokens` ends a completion and is part of it."""
 
     temperature: float = 1.0
     max_new_tokens: int = 32

@@ -18,10 +18,15 @@ def warm_up(runner: ModelRunner) -> None:
 
     The largest steps come first, since smaller ones fit into the memory that those free.
     """
-    counts, longest = _token_counts(runner), runner.model.config.max_position - 1
+    config, longest = runner.config, runner.model.config.max_position - 1
+    room = (config.max_batch_size * longest, (config.num_blocks - 1) * config.block_size)
+    most = min(runner.max_prefill_tokens, *room)
+    # Each size as far as a batch can fill it. Without sizes any count can come: these are powers of two.
+    sizes = runner.prefill_graphs.sizes or [1 << bits for bits in range(most.bit_length() + 1)]
+    counts = sorted({min(size, most) for size in sizes}, reverse=True)
     prefills = [(count, 0, 1) for count in counts]
     if longest > 1:  # room for a context and a token after it
-        prefills += [(count, min(runner.config.block_size + 1, longest - 1), 1) for count in counts]
+        prefills += [(count, min(config.block_size + 1, longest - 1), 1) for count in counts]
     for size in reversed(runner.batch_sizes):
         runner.decode([], size, use_graphs=True)
         runner.batch.read_back().wait(0)
@@ -30,16 +35,6 @@ def warm_up(runner: ModelRunner) -> None:
         readback = runner.launch(_prefill(runner, count, context, sequences), use_graphs=True)
         assert readback is not None
         readback.wait(0)
-
-
-def _token_counts(runner: ModelRunner) -> list[int]:
-    """Of prefill steps, descending: those that fill each size as far as a batch can, or powers of two without sizes."""
-    sizes, config = runner.prefill_graphs.sizes, runner.config
-    room = (config.max_batch_size * (runner.model.config.max_position - 1), (config.num_blocks - 1) * config.block_size)
-    most = min(runner.max_prefill_tokens, *room)
-    if not sizes:
-        return [most, *(1 << bits for bits in reversed(range((most - 1).bit_length())))]
-    return [min(size, most) for size, below in reversed([*zip(sizes, (0, *sizes))]) if below < most]
 
 
 def _prefill(runner: ModelRunner, count: int, context: int, sequences: int) -> Step:

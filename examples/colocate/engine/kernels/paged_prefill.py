@@ -1,8 +1,7 @@
 """Paged prefill attention in Triton: the last tokens of each context over K and V where the cache has them.
 
 As in FlashAttention-2 (Dao, 2023), a program keeps a tile of queries of one head and reads the context tile by tile. It
-looks up the blocks as it reads them, so no context is copied first. A chunk of a long prompt costs as much as the
-same tokens in a prefill of the whole prompt.
+looks up the blocks as it reads them, so no context is copied first.
 
 Grids depend on the numbers of chunks and tokens, the compiled kernel on shapes of the model and of the cache alone.
 """
@@ -19,10 +18,7 @@ from .paged_decode import LOG2_E
 
 
 def tiling(head_dim: int, element_size: int) -> tuple[int, int, int, int]:
-    """Queries of a program, keys in a round of its loop, rounds under way at once, and its warps.
-
-    Chosen by registers and shared memory.
-    """
+    """Queries of a program, keys in a round of its loop, rounds under way at once, and its warps."""
     if element_size > 2:  # products are no matter of tensor cores, which round otherwise; larger tiles spill registers
         return 16, 16, 2, 4
     # 128 queries make 128 operations of each byte of K and V, as a GPU's L2 cache needs them.
