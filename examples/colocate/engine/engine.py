@@ -88,8 +88,8 @@ class Engine:
     def submit(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
         """Queue one request; `step`, or a `drain`, works on it until its `finish_reason` is set.
 
-        "failed" if a step did, whether it was this request's or not. Raises ValueError for a prompt that has other
-        tokens than the model, or is too long, and for a request that could not finish alone in the whole KV cache.
+        Raises ValueError for a prompt that has other tokens than the model, or is too long, and for a request that
+        could not finish alone in the whole KV cache.
         """
         sequence = self._request(prompt, sampling)
         self.scheduler.waiting.append(sequence)
@@ -100,19 +100,14 @@ class Engine:
         """Launch the next step, then take the samples of the previous step while this one runs.
 
         A step is a prefill of new requests, or one token for each that runs. Returns the requests that have one token
-        more. If it fails, all requests are dropped, and the engine can go on with new ones.
+        more. An engine whose step failed cannot be used further.
         """
         self.memory.check_active(use_graphs)
-        try:
-            advanced = self._follow_kv_cache()
-            step = self.scheduler.schedule()
-            readback = self.runner.launch(step, use_graphs)
-            advanced += self.settle()
-            self._in_flight = None if readback is None else (step, readback)
-        except BaseException:
-            self._in_flight = None
-            self.scheduler.abort()
-            raise
+        advanced = self._follow_kv_cache()
+        step = self.scheduler.schedule()
+        readback = self.runner.launch(step, use_graphs)
+        advanced += self.settle()
+        self._in_flight = None if readback is None else (step, readback)
         return advanced
 
     def settle(self) -> list[Sequence]:
@@ -124,10 +119,11 @@ class Engine:
         self._in_flight = None
         return self.scheduler.update(step, tokens, logprobs)
 
-    def drain(self) -> None:
-        """Before a pause: put running requests back, to be computed anew later."""
-        self.settle()
+    def drain(self) -> list[Sequence]:
+        """Before a pause: put running requests back, to be computed anew later. Returns as `settle` does."""
+        advanced = self.settle()
         self.scheduler.put_back_all()
+        return advanced
 
     def drop_prefix_cache(self) -> None:
         """Drop the contents of the KV cache. Raises RuntimeError while requests are running."""
@@ -200,8 +196,7 @@ class Engine:
         residence = self.memory.kv_cache.residence
         if residence == self._residence:
             return []
-        advanced = self.settle()
-        self.scheduler.put_back_all()
+        advanced = self.drain()
         self.drop_prefix_cache()
         self._residence = residence
         return advanced

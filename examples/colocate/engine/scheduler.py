@@ -103,16 +103,6 @@ class Scheduler:
         while self.running:
             self._put_back_youngest()
 
-    def abort(self) -> None:
-        """Drop every request and the prefix cache, after a step that failed half-way."""
-        for sequence in self.running:
-            self._release(sequence)
-        for sequence in (*self.running, *self.waiting):
-            sequence.finish_reason = "failed"
-        self.running.clear()
-        self.waiting.clear()
-        self.blocks.drop_prefix_cache()
-
     def _prefill(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         budget = self.max_prefill_tokens

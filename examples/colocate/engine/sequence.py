@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "failed"]  # failed: a step was, and all requests are dropped
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
