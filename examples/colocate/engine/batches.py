@@ -33,16 +33,6 @@ class Columns(NamedTuple):
     block_table: Tensor  # int32 [B, max_blocks]; entries beyond a sequence's length mean nothing
 
 
-class Tokens(NamedTuple):
-    """The tokens of a prefill, int32, with padding at the end."""
-
-    tokens_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor  # of padding 0
-    last_B: Tensor  # the last token of each sequence that samples; of padding the first of all
-    chunks: Chunks
-
-
 class Batch:
     """Inputs and outputs for up to `max_batch_size` sequences, in a region.
 
@@ -82,10 +72,13 @@ class Batch:
             host[:count, _BLOCKS : _BLOCKS + used] = self._tables[rows, :used]
         self.inputs[:size].copy_(staging, non_blocking=True)
 
-    def lay_out(self, chunks: list[Chunk], num_tokens: int, num_samples: int) -> Tokens:
-        """The tokens of the chunks of a prefill, end to end, padded to so many tokens and samples.
+    def lay_out(
+        self, chunks: list[Chunk], num_tokens: int, num_samples: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Chunks]:
+        """The chunks of a prefill end to end, padded to so many tokens and samples. Call it after `start` and `fill`.
 
-        Call it after `start` and `fill`. The last chunk alone may not sample.
+        Tokens, positions and slots (int32 [T], zeros for padding), where the last token is of each sequence that
+        samples (int32 [B]; the last chunk alone may not sample), and the chunks' bounds.
         """
         starts, stops = np.array([(chunk.start, chunk.stop) for chunk in chunks]).T
         bounds = np.concatenate(([0], (stops - starts).cumsum()))
@@ -103,7 +96,7 @@ class Batch:
         longest, whole = int((stops - starts).max()), not starts.any()
         laid = Chunks(device[4, : len(bounds)], int(bounds[-1]), longest, whole)
         tokens_T, positions_T, slots_T = device[:3, :num_tokens]
-        return Tokens(tokens_T, positions_T, slots_T, device[3, :num_samples], laid)
+        return tokens_T, positions_T, slots_T, device[3, :num_samples], laid
 
     def store(self, rows_B: Tensor, tokens_B: Tensor, logprobs_B: Tensor) -> None:
         """Keep the samples (int64 and fp32 [B]) of these rows for the next step, and for the host."""

@@ -42,10 +42,7 @@ class BlockManager:
         return found
 
     def allocate(self, sequence: Sequence, reserve: int = 0) -> bool:
-        """Give a sequence that holds nothing the blocks for all its tokens, shared ones first.
-
-        False, and none, if too few are free, or fewer than `reserve` would stay so.
-        """
+        """Give a sequence the blocks for all its tokens, shared ones first; False if not `reserve` would stay free."""
         cached = self.cached_blocks(sequence)
         lacking = self.blocks_for(len(sequence.tokens)) - len(cached)
         idle = sum(1 for block in cached if self._references[block] == 0)

@@ -165,7 +165,8 @@ class Engine:
             runner.capture(self.memory)
             warm_up(runner)
         except BaseException:
-            runner.release_graphs()
+            runner.decode_graphs.clear()
+            runner.prefill_graphs.pieces.clear()
             raise
         self.random_state.copy_(random_state)
         self.counts.decode_replays = self.counts.prefill_replays = 0  # none was of a request

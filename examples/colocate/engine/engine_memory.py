@@ -6,14 +6,12 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import memsaver
-
-_T = TypeVar("_T")
 
 
 class EngineMemory:
@@ -70,7 +68,7 @@ class EngineMemory:
                 function()
         torch.cuda.synchronize()
 
-    def capture(self, function: Callable[[], _T]) -> tuple[Any, _T]:
+    def capture(self, function: Callable[[], Any]) -> tuple[Any, Any]:
         """Capture the kernels that a function launches. Returns the graph and the result, which each replay overwrites.
 
         Raises the function's error, or the error that ended the capture.

@@ -69,11 +69,10 @@ class ModelRunner:
         size = max(len(sequences), num_samples)
         self.batch.start(sequences)
         self.batch.fill(sequences, size)
-        tokens = self.batch.lay_out(step.chunks, num_tokens, num_samples)
+        tokens_T, positions_T, slots_T, last_B, chunks = self.batch.lay_out(step.chunks, num_tokens, num_samples)
         inputs = self.batch.columns(size)
-        attention = PagedAttention(self.kv_caches, tokens.slots_T, inputs.block_table, inputs.lengths_B, tokens.chunks)
-        states_TC = self.prefill_graphs.run(tokens.tokens_T, tokens.positions_T, attention, use_graphs)
-        return states_TC, tokens.last_B
+        attention = PagedAttention(self.kv_caches, slots_T, inputs.block_table, inputs.lengths_B, chunks)
+        return self.prefill_graphs.run(tokens_T, positions_T, attention, use_graphs), last_B
 
     def decode(self, sequences: list[Sequence], size: int, use_graphs: bool) -> None:
         """One token of each sequence, padded to `size` of them."""
@@ -104,11 +103,6 @@ class ModelRunner:
             memory.warm_up(list(steps.values()))
             for size, step in steps.items():
                 self.decode_graphs[size], _ = memory.capture(step)
-
-    def release_graphs(self) -> None:
-        """Drop all graphs."""
-        self.decode_graphs.clear()
-        self.prefill_graphs.pieces.clear()
 
     def _sample(self, logits_BV: Tensor) -> None:
         inputs = self.batch.columns(len(logits_BV))
