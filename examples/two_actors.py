@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--model", metavar="DIR", help="a folder with config.json and safetensors")
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
+    torch.manual_seed(0)
     vocabulary = 128 if options.model is None else AutoConfig.from_pretrained(options.model).vocab_size
     share = {"num_gpus": 0.5 if DEVICE == "cuda" else 0}
     engine, trainer = (ray.remote(kind).options(**share).remote() for kind in (Engine, Trainer))

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="its model is one of transformers")
 def test_two_actors_take_turns_and_learn(tmp_path: Path) -> None:
     size = (128 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
     done = subprocess.run(
-        [sys.executable, "-m", "examples.two_actors", "--steps", "12"],
+        [sys.executable, "-m", "examples.two_actors", "--steps", "16"],
         cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "MEMSAVER_HOST_DEVICE": str(size), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -26,5 +26,5 @@ def test_two_actors_take_turns_and_learn(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rewards = [float(each) for each in re.findall(r"step \d+: reward ([\d.]+)", done.stdout)]
-    assert len(rewards) == 12
+    assert len(rewards) == 16
     assert max(rewards[-3:]) > rewards[0] + 0.08
