@@ -270,11 +270,25 @@ def _add(ended: TransitionRecord, error: BaseException | None, events: Iterable[
         _totals["failures", type(error).__name__] += 1
     _totals[("released_bytes",)] += ended.released_bytes
     _totals[("restored_bytes",)] += ended.restored_bytes
+    _add_events(events)
+
+
+def _add_events(events: Iterable[tuple[Any, ...]]) -> None:
     for _, what, began, until, nbytes, _ in events:  # of the core: "waits", "copies in" or "copies out"
         name, *direction = what.split()
         _totals[name, *direction] += 1
         _totals[f"{name}_seconds", *direction] += until - began
         _totals[f"{name}_bytes", *direction] += nbytes
+
+
+def add_copies(device: str, copies: Iterable[tuple[float, float, int]]) -> None:
+    """Adds copies of offered contents to the sums, and to the trace. Begins and ends are as ``time.monotonic()``."""
+    with _adding:
+        _add_events((device, "copies out", *each, ()) for each in copies)
+    if trace.active is not None:
+        for began, until, nbytes in copies:
+            track = f"{device} copies of offers"
+            trace.active.event("X", "copies", "copies out", began, {"bytes": nbytes}, track=track, until=until)
 
 
 def totals() -> dict[tuple[str, ...], float]:

@@ -37,7 +37,7 @@ _TOTALS = {
     "failures": (("error",), "Transitions that failed, by the class of the error"),
     "released_bytes": ((), "Device memory that transitions released"),
     "restored_bytes": ((), "Device memory that transitions mapped"),
-    "copies": (("direction",), "Copies of contents by transitions, one for each device and direction"),
+    "copies": (("direction",), "Copies of contents: of a transition by device and direction, and of offered contents"),
     "copies_seconds": (("direction",), "Durations of these copies"),
     "copies_bytes": (("direction",), "Contents that these copies moved"),
     "waits": ((), "Waits of transitions for memory that others hold, and for processes attached to a region"),

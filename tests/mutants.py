@@ -512,6 +512,22 @@ MUTANTS = [
         ["unit/test_lazy.py::test_a_shortage_of_host_memory_keeps_the_other_chunks"],
     ),
     Mutant(
+        "a_pause_does_not_count_offered_contents",
+        "lazy pauses: a pause that is not lazy reports no bytes of an earlier, lazy one",
+        "csrc/transitions/transition.cpp",
+        "outcome_.copied_bytes += given.copied;",
+        "outcome_.copied_bytes += MUTANT ? 0 : given.copied;",
+        ["unit/test_lazy.py::test_a_pause_that_is_not_lazy_copies_the_rest"],
+    ),
+    Mutant(
+        "copies_of_offered_contents_are_not_noted",
+        "trace: copies of offered contents are missing",
+        "csrc/regions/device.h",
+        "if (copies.bytes == 0) return;",
+        "if (copies.bytes == 0 || MUTANT) return;",
+        ["unit/test_trace.py::test_copies_of_offered_contents_are_in_the_trace_and_the_sums[allocation]"],
+    ),
+    Mutant(
         "without_a_wait_nobody_is_asked_for_offers",
         "lazy pauses: a resume without a wait fails while other processes offer memory",
         "csrc/pool/pool_request.cpp",

@@ -14,7 +14,7 @@ class Queries {
  public:
   // Notes a query about a device. Returns whether a thread has called next(), and answers.
   // "caches": return the memory that torch caches, see regions/reclaimer.h. "report": send the broker a report of this
-  // process. "wait": a call has waited long for memory of the shared pool.
+  // process. "wait": a call has waited long for memory of the shared pool. "copies": offered contents were copied.
   bool note(const std::string& kind, const std::string& device);
   // Waits for a query and returns it; nullopt: the interpreter exits.
   std::optional<std::pair<std::string, std::string>> next();

@@ -16,6 +16,7 @@
 #include "driver/driver.h"
 #include "memory/address_index.h"
 #include "memory/chunk.h"
+#include "pool/queries.h"
 #include "pool/shared_pool.h"
 #include "regions/device_wait.h"
 #include "regions/reclaimer.h"
@@ -91,7 +92,24 @@ struct Device {
   std::atomic<std::size_t> offered = 0;   // bytes of chunks that lazy pauses offer
   std::atomic<std::size_t> evicting = 0;  // regions
   bool may_offer() const { return offered > 0 || evicting > 0; }
-  std::string not_copied;      // why the last eviction has left chunks. Guarded by `mutex`
+  std::string not_copied;  // why the last eviction has left chunks. Guarded by `mutex`
+  // Copies of offered contents, for a trace, until the thread of Python takes them.
+  struct Copied {
+    Deadline began, ended;
+    std::size_t bytes;
+  };
+  void copied(const Copied& copies) {
+    if (copies.bytes == 0) return;
+    {
+      std::lock_guard lock(noting_);
+      copied_.push_back(copies);
+    }
+    if (!queries().note("copies", driver->name)) take_copied();  // no thread takes them
+  }
+  std::vector<Copied> take_copied() {
+    std::lock_guard lock(noting_);
+    return std::exchange(copied_, {});
+  }
   std::timed_mutex evictions;  // held by the thread that takes them. It takes neither the GIL nor torch's mutex
 
   // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a
@@ -105,6 +123,10 @@ struct Device {
 
   std::atomic<bool> has_stale = false;  // some mappings lack the access of a peer
   std::vector<int> peers;  // ordinals of the devices with access to this device's memory. Guarded by Core::mutex
+
+ private:
+  std::mutex noting_;  // a leaf
+  std::vector<Copied> copied_;
 };
 
 }  // namespace memsaver

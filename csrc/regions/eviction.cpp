@@ -12,11 +12,6 @@ namespace {
 
 constexpr std::size_t kAtOnce = std::size_t{1} << 30;  // then the thread checks for signals, and others get their turn
 
-struct Given {
-  std::size_t bytes = 0;
-  std::exception_ptr error = nullptr;  // why the rest stays
-};
-
 std::string text_of(const std::exception_ptr& error) {
   try {
     if (error) std::rethrow_exception(error);
@@ -32,6 +27,8 @@ struct DeadlinePassed {};
 // The region is marked. Saves the contents of offered chunks, and returns the chunks to their source.
 Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, const Look& look) {
   Driver& driver = *region.device.driver;
+  const std::size_t before = backup.copied_bytes();
+  const Deadline began = now();
   Given given;
   std::unique_ptr<Saver> saver;
   try {
@@ -51,7 +48,9 @@ Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, c
   } catch (...) {
     given.error = std::current_exception();
   }
-  saver.reset();
+  saver.reset();  // adds to the copied bytes
+  given.copied = backup.copied_bytes() - before;
+  region.device.copied({began, now(), given.copied});
   if (!given.error) return given;
   if (!drain_copies(driver)) core().mark_lost(region.device);
   region.unmap(slots, nullptr);  // those that are mapped still
@@ -80,6 +79,7 @@ Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
     const auto end = with_contents.begin() + static_cast<std::ptrdiff_t>(count);
     const Given part = copy_out(region, *backup, {with_contents.begin(), end}, look);
     given.bytes += part.bytes;
+    given.copied += part.copied;
     given.error = part.error;
     if (!part.error) {
       with_contents.erase(with_contents.begin(), end);
@@ -211,15 +211,15 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
   return result;
 }
 
-bool evict_within(Region& region, Range range, Deadline deadline) {
-  if (region.offered_bytes() == 0 && !region.evicting()) return true;
+Given evict_within(Region& region, Range range, Deadline deadline) {
+  if (region.offered_bytes() == 0 && !region.evicting()) return {};
   const Look look = [&] {
     WaitsEndWith::look();
     if (now() >= deadline) throw DeadlinePassed();
   };
   std::unique_lock only(region.device.evictions, std::defer_lock);
   while (!only.try_lock_for(kBetweenLooks)) {
-    if (now() >= deadline) return false;
+    if (now() >= deadline) return {.late = true};
     WaitsEndWith::look();
   }
   const CaptureGate::Pass pass(region.device.parts.gate);
@@ -228,22 +228,22 @@ bool evict_within(Region& region, Range range, Deadline deadline) {
                 "' are in device memory until a copy: end the capture first");
   std::unique_lock lock(core().mutex);
   const auto is_free = [&] { return !region.evicting() && !(region.state() == State::paused && region.in_use()); };
-  if (!wait_until(lock, core().changed, deadline, is_free) && !waiting_is_over) return false;
-  if (region.state() != State::paused || !region.may_evict()) return true;
+  if (!wait_until(lock, core().changed, deadline, is_free) && !waiting_is_over) return {.late = true};
+  if (region.state() != State::paused || !region.may_evict()) return {};
   const Evicting mark(region);
   lock.unlock();
   std::vector<Slot> chosen;
   for (const Slot& slot : region.offered_slots())
     if (slot.end() > range.offset && slot.offset < range.end()) chosen.push_back(slot);
-  const Given given = give(region, chosen, look);
+  Given given = give(region, chosen, look);
   region.device.source().settle();
   region.device.tell_offers();
   try {
     if (given.error) std::rethrow_exception(given.error);
   } catch (const DeadlinePassed&) {
-    return false;
+    given.late = true;
   }
-  return true;
+  return given;
 }
 
 }  // namespace memsaver

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <functional>
 #include <vector>
 
@@ -24,9 +25,16 @@ enum class Evicted { none, some, busy };
 Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const Region&)>& spares, Deadline deadline,
               bool looks);
 
+struct Given {
+  std::size_t bytes = 0;               // of the chunks that returned to their source
+  std::size_t copied = 0;              // contents
+  std::exception_ptr error = nullptr;  // why the rest stays
+  bool late = false;                   // the deadline has passed, and some are still offered
+};
+
 constexpr Range kAllAddresses{0, static_cast<std::size_t>(-1)};
-// Evicts the chunks of a paused region that overlap a range. Throws the error of a copy, and Error during a capture.
-// False: the deadline has passed, and some are still offered. At least one batch is copied.
-bool evict_within(Region& region, Range range, Deadline deadline);
+// Evicts the chunks of a paused region that overlap a range. Throws the error of a copy, and Error during a capture. At
+// least one batch is copied.
+Given evict_within(Region& region, Range range, Deadline deadline);
 
 }  // namespace memsaver

@@ -179,8 +179,12 @@ void Transition::begin() {
     throw Error(
         "a CUDA graph is being captured, and a pause would break it by its wait for the device: end the capture first");
   for (Region* region : wanted_out_)
-    if (!contains(lazy_, region) && !evict_within(*region, kAllAddresses, bounds_.whole))
-      throw_late("backup", "chunks that an earlier, lazy pause had offered were copied out");
+    if (!contains(lazy_, region)) {
+      const Given given = evict_within(*region, kAllAddresses, bounds_.whole);
+      if (given.late) throw_late("backup", "chunks that an earlier, lazy pause had offered were copied out");
+      outcome_.released_bytes += given.bytes;
+      outcome_.copied_bytes += given.copied;
+    }
   mark();
   stages_.enter("readers");
   std::unique_lock lock(all.mutex);
@@ -245,7 +249,7 @@ Transition::Outcome Transition::run(const std::function<void()>& arrived) {
   } catch (...) {
     failed = std::current_exception();
   }
-  Outcome outcome;
+  Outcome outcome = outcome_;
   std::set<Device*> devices;
   if (!failed) {
     for (const auto& transfer : transfers_) transfer->fill_kept();

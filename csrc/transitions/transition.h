@@ -70,6 +70,7 @@ class Transition {
   Regions pausing_, resuming_;  // marked
   Regions continued_;           // of pausing_, those that were paused with chunks left from a refusal
   Regions discarded_;
+  Outcome outcome_;  // of begin(): offered chunks of earlier, lazy pauses
   bool committed_ = false, arrived_ = false, finished_ = false;
   std::vector<Pause> pauses_;                         // prepared
   std::vector<std::unique_ptr<Transfer>> transfers_;  // prepared, one for each device

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from memsaver import _core, ledger
 from memsaver._adapter import loaded
-from memsaver._results import daemon
+from memsaver._results import add_copies, daemon
 from memsaver.errors import gib
 from memsaver.process_names import process_name
 
@@ -29,7 +29,10 @@ def start() -> None:
 
 def _serve() -> None:
     """Gets the GIL when the threads that hold it let it go. The core does everything that needs no Python."""
-    answers: dict[str, Callable[[str], None]] = {"caches": _return_caches, "report": _report, "wait": log_wait}
+    answers: dict[str, Callable[[str], None]] = {
+        "caches": _return_caches, "report": _report, "wait": log_wait,
+        "copies": lambda device: add_copies(device, _core.take_copied(device)),
+    }  # fmt: skip
     while (query := _core.next_query()) is not None:
         kind, device = query
         try:

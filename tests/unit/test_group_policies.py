@@ -125,7 +125,7 @@ def test_pauses_are_lazy_by_phase_role_and_tag(make: Make) -> None:
     assert pair.enter("rollout", lazy={"trainer": True}) == (0, 2 * MIB)
     assert pair.params.offered_bytes > 0
     assert pair.enter("none") == (0, 0)
-    assert pair.enter("rollout") == (0, 0)
+    assert pair.enter("rollout") == (MIB, 0)  # the parameters, which pause again, and not lazily
     pair.check()
     memsaver.configure(lazy=True)
     try:

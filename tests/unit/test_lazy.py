@@ -114,7 +114,11 @@ def test_a_pause_that_is_not_lazy_copies_the_rest(make: Make) -> None:
     free = free_bytes()
     region.pause(lazy=True)
     assert region.offered_bytes == 4 * CHUNK
-    region.pause()
+    with Fill(leave=0):
+        more = blocks(make("none"), [CHUNK])
+        done = region.pause()
+        assert (done.paused, done.copied_bytes, done.released_bytes) == ((), 3 * CHUNK, 3 * CHUNK)
+        del more
     assert (region.offered_bytes, region.backup_bytes, free_bytes()) == (0, 4 * CHUNK, free + 4 * CHUNK)
     region.resume()
     check(held)

@@ -614,6 +614,8 @@ class Device(RuleBasedStateMachine):
         saved = [model for model in leaving if not model.paused and not model.sealed and policies[model] != "none"]
         restored = [model for model in coming if restore and model.copied]
         released = sum(model.region.mapped_bytes for model in leaving)
+        released += sum(model.region.offered_bytes for model in offered)
+        backups = sum(model.region.backup_bytes for model in offered)
         done = memsaver.Transition()
         error: memsaver.Error | None = None
         try:
@@ -665,7 +667,8 @@ class Device(RuleBasedStateMachine):
         if lazy and leaving and not coming:
             assert done.copied_bytes == 0 or any(model.partial for model in leaving)
         elif not lazy and not any(model.partial or model.lazy for model in leaving + coming):
-            assert done.copied_bytes == sum(model.allocated for model in saved + restored)
+            copied = sum(model.region.backup_bytes for model in offered) - backups
+            assert done.copied_bytes == sum(model.allocated for model in saved + restored) + copied
             assert done.released_bytes == released
             assert done.restored_bytes == sum(model.region.mapped_bytes for model in coming)
         for model in leaving:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 import memsaver
-from memsaver import _core, trace
+from memsaver import _core, _results, trace
 from memsaver.trace.files import read
 from memsaver.trace.picture import MOVING, samples
 from memsaver.trace.writer import IDLE
@@ -321,6 +322,32 @@ def test_a_demand_that_is_repeated_waits_once(make: Make, file: Path) -> None:
     offered.resume()
     for block in blocks:
         block.check()
+
+
+@pytest.mark.parametrize("how", ["pause", "allocation"])
+def test_copies_of_offered_contents_are_in_the_trace_and_the_sums(make: Make, file: Path, how: str) -> None:
+    region = make("host")
+    block = Block(region, 2 * MIB)
+    other = make("none")
+    region.pause(lazy=True)
+    before, began = _results.totals(), time.monotonic()
+    if how == "pause":
+        region.pause()
+    else:
+        gc.collect()
+        memsaver.trim()
+        with Fill(leave=0):
+            Block(other, 2 * MIB)
+    until(lambda: any(each.get("cat") == "copies" for each in of(file)), within_s=20)
+    events = of(file)
+    check_format(events)
+    [copies] = [each for each in events if each.get("cat") == "copies"]
+    assert (copies["name"], copies["args"]) == ("copies out", {"bytes": 2 * MIB})
+    assert began - 1e-6 <= copies["ts"] / 1e6 <= (copies["ts"] + copies["dur"]) / 1e6 <= time.monotonic()
+    after = _results.totals()
+    assert after["copies_bytes", "out"] - before.get(("copies_bytes", "out"), 0) == 2 * MIB
+    region.resume()
+    block.check()
 
 
 def test_a_switch_copies_in_both_directions(make: Make, file: Path) -> None:
