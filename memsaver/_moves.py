@@ -14,14 +14,14 @@ from memsaver import _core, _guests, _results
 from memsaver._adapter import loaded, with_torch
 from memsaver._results import Transition
 from memsaver.errors import BackupError, Error, RebuildError, RegionPausedError
-from memsaver.policies import Bounds, Derived
+from memsaver.policies import Bounds, Derived, LazyMode
 from memsaver.regions import Chosen, Ranges, Region, all_regions, rebuilding, tags_of, wrapper
 
 log = logging.getLogger("memsaver")
 
 _verify = False
 _stale = "off"
-_lazy = False
+_lazy: LazyMode = False
 _AWAY = ("paused", "lost")  # states of regions without memory
 
 
@@ -45,7 +45,7 @@ def stale() -> str:
     return _stale
 
 
-def set_lazy(wanted: bool) -> None:
+def set_lazy(wanted: LazyMode) -> None:
     """Whether pauses are lazy that do not say so themselves."""
     global _lazy
     _lazy = wanted
@@ -71,7 +71,7 @@ class Move:
         bounds: Bounds,
         backup: Mapping[str, str],
         restore: Mapping[str, bool],
-        lazy: Mapping[str, bool],
+        lazy: Mapping[str, LazyMode],
     ) -> None:
         """``backup``, ``restore`` and ``lazy`` are by tag. Default of ``backup``: the region's own policy."""
         self._pause, self._pause_guests = set(pause.regions), pause.guests
@@ -90,6 +90,7 @@ class Move:
         self._differing: Exception | None = None  # found by the comparison of contents
         self._restored: list[Any] = []  # regions that resume with their contents
         self._until = until
+        lazily = {each: lazy.get(each.tag, _lazy if each.same_as is None else False) for each in pause.regions}
         # Last: an interrupt before leaves nothing in the queues, also while its traceback keeps this object.
         self.core = _core.Transition(
             [each._handle for each in pause.regions],
@@ -97,7 +98,8 @@ class Move:
             bounds.timeout,
             bounds.memory_timeout,
             bounds.reader_timeout,
-            [each._handle for each in pause.regions if lazy.get(each.tag, _lazy and each.same_as is None)],
+            [each._handle for each, mode in lazily.items() if mode],
+            [each._handle for each, mode in lazily.items() if mode == "copy"],
         )
 
     def run(self) -> Transition:

@@ -81,6 +81,12 @@ def _switch(value: Any, option: str) -> bool:
     return found
 
 
+def _lazy(value: Any, option: str) -> bool | str:
+    with suppress(ConfigError):
+        return "copy" if value == "copy" else _switch(value, option)
+    raise _wrong(option, value, "True, False or 'copy' (in the environment also 1, on, 0 or off)")
+
+
 def parse_seconds(value: Any, option: str) -> float:
     found = math.nan
     with suppress(TypeError, ValueError):
@@ -206,7 +212,7 @@ OPTIONS: Final = {
         Option("pool", "process", _pool, pool_client.set_pool),
         Option("retain", 0, parse_size, _core.set_retain),
         Option("host_limit", None, _limit, _core.set_host_limit, "auto"),
-        Option("lazy", False, _switch, _moves.set_lazy),
+        Option("lazy", False, _lazy, _moves.set_lazy),
         Option("verify", False, _switch, _moves.set_verify),
         Option("stale", "off", _stale, _moves.set_stale),
         Option("disk_dir", None, _disk_dir, lambda path: _core.set_disk_dir(path or "")),

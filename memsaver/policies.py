@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from memsaver import _core
 
@@ -93,7 +93,8 @@ Backup = str | Mapping[str, str] | None
 Restore = bool | Mapping[str, bool]
 """Whether a resume restores contents: one value for all tags, or by tag. True for tags that are left out."""
 
-Lazy = bool | Mapping[str, bool] | None
+LazyMode = bool | Literal["copy"]
+Lazy = LazyMode | Mapping[str, LazyMode] | None
 """Whether a pause is lazy: one value for all tags, or by tag. The option ``lazy`` is for tags that are left out."""
 
 TurnBackup = str | Mapping[str, str | Mapping[str, str]] | None
@@ -105,7 +106,7 @@ None: the group's policies for the phase.
 TurnRestore = bool | Mapping[str, bool | Mapping[str, bool]] | None
 """Whether a group's turn restores contents, in the forms of TurnBackup. None: the group's values for the phase."""
 
-TurnLazy = bool | Mapping[str, bool | Mapping[str, bool]] | None
+TurnLazy = LazyMode | Mapping[str, LazyMode | Mapping[str, LazyMode]] | None
 """Whether pauses of a group's turn are lazy, in the forms of TurnBackup. None: the group's values for the phase."""
 
 
@@ -154,7 +155,7 @@ class Derived:
             check_tag(tag)
 
 
-_V = TypeVar("_V", str, bool)
+_V = TypeVar("_V")
 _Check = Callable[[object, str], None]
 _ByTag = dict[str, _V]
 _ByRole = dict[str, dict[str, _V]]
@@ -175,6 +176,13 @@ def check_restore(restore: object, option: str = "restore") -> None:
         raise TypeError(f"{option} is {restore!r}, expected True or False")
 
 
+def check_lazy(lazy: object, option: str = "lazy") -> None:
+    """Raises TypeError unless ``lazy`` is a bool or a string, ValueError for another string than ``"copy"``."""
+    if not isinstance(lazy, bool) and lazy != "copy":
+        error = ValueError if isinstance(lazy, str) else TypeError
+        raise error(f"{option} is {lazy!r}, expected True, False or 'copy'")
+
+
 def backups(backup: Backup, tags: Sequence[str]) -> _ByTag[str]:
     """By tag, the policies in a call. Raises ValueError for tags that do not pause, and for other policies."""
     return {} if backup is None else _by_tag("backup", backup, tags, check_backup)
@@ -185,9 +193,9 @@ def restores(restore: Restore, tags: Sequence[str]) -> _ByTag[bool]:
     return {**dict.fromkeys(tags, True), **_by_tag("restore", restore, tags, check_restore)}
 
 
-def lazies(lazy: Lazy, tags: Sequence[str]) -> _ByTag[bool]:
-    """By tag, whether a pause is lazy. Raises ValueError for tags that do not pause, TypeError unless a bool."""
-    return {} if lazy is None else _by_tag("lazy", lazy, tags, check_restore)
+def lazies(lazy: Lazy, tags: Sequence[str]) -> _ByTag[LazyMode]:
+    """By tag, whether a pause is lazy. Raises ValueError for tags that do not pause, and as check_lazy()."""
+    return {} if lazy is None else _by_tag("lazy", lazy, tags, check_lazy)
 
 
 def turn_backups(backup: TurnBackup, leaving: Mapping[str, Sequence[str]], option: str = "backup") -> _ByRole[str]:
@@ -195,9 +203,9 @@ def turn_backups(backup: TurnBackup, leaving: Mapping[str, Sequence[str]], optio
     return {} if backup is None else _by_role(option, backup, leaving, check_backup)
 
 
-def turn_lazies(lazy: TurnLazy, leaving: Mapping[str, Sequence[str]], option: str = "lazy") -> _ByRole[bool]:
+def turn_lazies(lazy: TurnLazy, leaving: Mapping[str, Sequence[str]], option: str = "lazy") -> _ByRole[LazyMode]:
     """By role and tag, whether a pause in a turn is lazy. Arguments and errors as of turn_backups()."""
-    return {} if lazy is None else _by_role(option, lazy, leaving, check_restore)
+    return {} if lazy is None else _by_role(option, lazy, leaving, check_lazy)
 
 
 def turn_restores(restore: TurnRestore, coming: Mapping[str, Sequence[str]], option: str = "restore") -> _ByRole[bool]:

@@ -24,6 +24,7 @@ from memsaver.policies import (
     Backup,
     Bounds,
     Derived,
+    LazyMode,
     Restore,
     check_backup,
     check_tag,
@@ -190,7 +191,7 @@ class Region:
         self,
         *,
         backup: Backup = None,
-        lazy: bool | None = None,
+        lazy: LazyMode | None = None,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
     ) -> Transition:

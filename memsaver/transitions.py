@@ -36,8 +36,9 @@ def pause(
             contents are undefined after the resume, and ``Region.discarded`` is True until then if the region's own
             policy keeps them.
         lazy: True leaves chunks and contents where they are, not mapped, until a resume or an allocation lacks memory.
-            One value for all tags, or ``{tag: bool}``. False for such a region copies and returns the rest. Default:
-            the option ``lazy``. Not for regions with ``same_as``.
+            ``"copy"`` copies the contents as well, while the process copies nothing else on the device: then a demand
+            gets chunks without a wait for their copies. One value for all tags, or by tag. False for such a region
+            copies and returns the rest. Default: the option ``lazy``. Not for regions with ``same_as``.
         timeout: Seconds for the whole call up to its commit, with all of its waits. None: no bound.
         reader_timeout: Seconds to wait for other processes that have tensors of the regions. Of two bounds the earlier
             one ends the wait.
@@ -249,7 +250,8 @@ def _queued(
     for each in pause.regions:
         if each.same_as is not None and lazily.get(each.tag) and kept.get(each.tag, "host") == "host":
             raise ValueError(
-                f"lazy is True for {each.tag!r}, whose contents are kept with same_as={each.same_as!r}, expected False"
+                f"lazy is {lazily[each.tag]!r} for {each.tag!r}, whose contents are kept with "
+                f"same_as={each.same_as!r}, expected False"
             )
     coming = set(resume.regions)
     both = [each.tag for each in pause.regions if each in coming] + sorted(pause.guests & resume.guests)

@@ -32,10 +32,12 @@ import numpy as np
 
 import memsaver
 from memsaver import _core
+from memsaver.policies import LazyMode
 from tests import controls
 from tests.broker_support import Broker, Local, Running
 from tests.support import MIB, PAGE, Hooks, end_main_thread, environment, until  # noqa: F401 - statements of workers name them
 
+LAZY: tuple[LazyMode, ...] = (False, True, "copy")
 SECOND_S = 1.0  # within which a pool is whole again after an exit
 
 
@@ -349,14 +351,14 @@ def moves(seed: int, until_path: str = "", names: str = "") -> str:
                     region.thaw()
                 blocks.pop(name).free()
             elif move == "pause":
-                region.pause(lazy=choose.random() < 0.5)
+                region.pause(lazy=choose.choice(LAZY))
             elif move == "resume":
                 _resumed(region, blocks, lambda: region.resume(memory_timeout=choose.choice((0, 0.02, 0.5))))  # noqa: B023
             elif move == "switch":
                 other = choose.choice([each for each in regions.values() if each is not region] or [region])
                 if other is not region:
                     switch = functools.partial(memsaver.switch, pause=other.tag, resume=region.tag, memory_timeout=0.02)
-                    switch = functools.partial(switch, lazy=choose.random() < 0.5)
+                    switch = functools.partial(switch, lazy=choose.choice(LAZY))
                     _resumed(region, blocks, switch)
             counts[move] += 1
         except (memsaver.OutOfMemoryError, memsaver.BrokerError, MemoryError) as error:

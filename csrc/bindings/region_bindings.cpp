@@ -120,7 +120,9 @@ void release(const std::vector<Region*>& regions) {
 
 void check_unused(Region& region) {
   core();  // throws in a forked child
-  std::lock_guard lock(core().mutex);
+  std::unique_lock lock(core().mutex);
+  region.set_copies_ahead(false);
+  wait_until(lock, core().changed, kNever, [&] { return !region.evicting(); });
   if (!region.closed()) region.check_unused();
 }
 

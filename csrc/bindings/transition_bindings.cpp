@@ -81,13 +81,14 @@ void bind_transitions(nb::module_& module) {
           "__init__",
           [](OwnedTransition* self, std::vector<Region*> pause, std::vector<Region*> resume,
              std::optional<double> timeout, std::optional<double> memory_timeout, double reader_timeout,
-             std::vector<Region*> lazy) {
+             std::vector<Region*> lazy, std::vector<Region*> copy_ahead) {
             const Bounds bounds{timeout ? deadline_in(*timeout) : kNever,
                                 memory_timeout.value_or(core().parts.memory_timeout_s), reader_timeout};
-            new (self) OwnedTransition(std::move(pause), std::move(resume), bounds, std::move(lazy));
+            new (self)
+                OwnedTransition(std::move(pause), std::move(resume), bounds, std::move(lazy), std::move(copy_ahead));
           },
           "pause"_a, "resume"_a, "timeout"_a.none() = nb::none(), "memory_timeout"_a.none() = nb::none(),
-          "reader_timeout"_a = 0.0, "lazy"_a = std::vector<Region*>())
+          "reader_timeout"_a = 0.0, "lazy"_a = std::vector<Region*>(), "copy_ahead"_a = std::vector<Region*>())
       .def("begin", &OwnedTransition::begin, unlocked)
       .def("abort", &OwnedTransition::abort, unlocked)
       .def_prop_ro("stages", &OwnedTransition::stages)

@@ -11,6 +11,7 @@ namespace memsaver {
 namespace {
 
 constexpr std::size_t kAtOnce = std::size_t{1} << 30;  // then the thread checks for signals, and others get their turn
+constexpr std::size_t kAhead = 128 * kMiB;             // of copies ahead of a demand
 
 std::string text_of(const std::exception_ptr& error) {
   try {
@@ -24,8 +25,9 @@ std::string text_of(const std::exception_ptr& error) {
 using Look = std::function<void()>;  // called between batches of copies. An exception in it keeps the rest offered
 struct DeadlinePassed {};
 
-// The region is marked. Saves the contents of offered chunks, and returns the chunks to their source.
-Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, const Look& look) {
+// The region is marked. Saves the contents of offered chunks, and returns the chunks to their source, or keeps them
+// offered.
+Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, const Look& look, bool keeps = false) {
   Driver& driver = *region.device.driver;
   const std::size_t before = backup.copied_bytes();
   const Deadline began = now();
@@ -41,7 +43,7 @@ Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, c
       if (batch > 0 && look) look();
       saver->wait(batch);
       std::vector<Chunk> freed;
-      const auto refusal = region.unmap(batches[batch], &freed);
+      const auto refusal = region.unmap(batches[batch], keeps ? nullptr : &freed);
       for (const Chunk& chunk : freed) given.bytes += chunk.size();
       if (refusal) throw DriverError(*refusal);
     }
@@ -57,16 +59,25 @@ Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, c
   return given;
 }
 
-Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
-  const std::shared_ptr<Backup> backup = region.backup();
+struct Offers {
+  std::vector<Slot> plain, with_contents;  // those that are given without a copy, and the others
+};
+
+Offers offers_of(const Region& region, const Backup* backup, const std::vector<Slot>& slots) {
   Ranges lacking;
-  if (backup != nullptr) lacking = backup->saved.missing_from(intersect(backup->parts(), region.parts(chosen)));
-  std::vector<Slot> plain, with_contents;
-  for (const Slot& slot : chosen) {
+  if (backup != nullptr) lacking = backup->saved.missing_from(intersect(backup->parts(), region.parts(slots)));
+  Offers offers;
+  for (const Slot& slot : slots) {
     const auto next = std::partition_point(lacking.begin(), lacking.end(),
                                            [&](const Range& range) { return range.end() <= slot.offset; });
-    (next == lacking.end() || next->offset >= slot.end() ? plain : with_contents).push_back(slot);
+    (next == lacking.end() || next->offset >= slot.end() ? offers.plain : offers.with_contents).push_back(slot);
   }
+  return offers;
+}
+
+Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
+  const std::shared_ptr<Backup> backup = region.backup();
+  auto [plain, with_contents] = offers_of(region, backup.get(), chosen);
   std::vector<Chunk> freed;
   {
     std::lock_guard lock(region.device.mutex);
@@ -164,6 +175,7 @@ std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes) {
 
 Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const Region&)>& spares, Deadline deadline,
               bool looks) {
+  const Copying copying(device);
   Evicted result = Evicted::none;
   while (bytes > 0 && device.may_offer()) {
     std::size_t given = 0;
@@ -179,25 +191,26 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
       }
       const CaptureGate::Pass pass(device.parts.gate);
       if (!pass) return result == Evicted::none ? Evicted::busy : result;
-      std::vector<Region*> regions = core().regions_of(device);
-      std::stable_partition(regions.begin(), regions.end(), [](const Region* region) {
-        return region->backup() == nullptr || region->sealed();  // these are given without a copy
-      });
+      const std::vector<Region*> regions = core().regions_of(device);
       const std::size_t wanted = std::min(bytes, kAtOnce);
       std::string why;
-      for (Region* region : regions) {
-        std::unique_lock lock(core().mutex);
-        if (given >= wanted) break;
-        if (region->offered_bytes() == 0 || (spares && spares(*region))) continue;
-        if (!region->may_evict()) {
-          busy = true;
-          continue;
+      for (const bool copies : {false, true}) {  // chunks that are given without a copy come first
+        for (Region* region : regions) {
+          std::unique_lock lock(core().mutex);
+          if (given >= wanted) break;
+          if (region->offered_bytes() == 0 || (spares && spares(*region))) continue;
+          if (!region->may_evict()) {
+            busy = true;
+            continue;
+          }
+          const Evicting mark(*region);
+          lock.unlock();
+          std::vector<Slot> offered = region->offered_slots();
+          if (!copies) offered = offers_of(*region, region->backup().get(), offered).plain;
+          const Given part = give(*region, enough_of(std::move(offered), wanted - given), nullptr);
+          given += part.bytes;
+          why = text_of(part.error);
         }
-        const Evicting mark(*region);
-        lock.unlock();
-        const Given part = give(*region, enough_of(region->offered_slots(), wanted - given), nullptr);
-        given += part.bytes;
-        why = text_of(part.error);
       }
       std::lock_guard lock(device.mutex);
       device.not_copied = why;
@@ -211,8 +224,36 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
   return result;
 }
 
+Evicted copy_ahead(Device& device) {
+  Evicted result = Evicted::none;
+  std::unique_lock only(device.evictions, std::try_to_lock);
+  const CaptureGate::Pass pass(device.parts.gate);
+  for (Region* region : core().regions_of(device)) {
+    std::unique_lock lock(core().mutex);
+    if (region->state() == State::active || region->state() == State::lost) region->set_copies_ahead(false);
+    if (!region->copies_ahead()) continue;
+    if (!only || !pass || device.copying > 0 || region->is_queued() || region->in_use()) {
+      result = Evicted::busy;
+      continue;
+    }
+    const Evicting mark(*region);
+    lock.unlock();
+    const std::shared_ptr<Backup> backup = region->backup();
+    std::vector<Slot> chosen;
+    for (const Slot& slot : offers_of(*region, backup.get(), region->offered_slots()).with_contents) {
+      if (bytes_of(chosen) >= kAhead) break;
+      chosen.push_back(slot);
+    }
+    if (!chosen.empty() && !copy_out(*region, *backup, chosen, nullptr, true).error)
+      return device.copying > 0 ? Evicted::busy : Evicted::some;
+    region->set_copies_ahead(false);
+  }
+  return result;
+}
+
 Given evict_within(Region& region, Range range, Deadline deadline) {
   if (region.offered_bytes() == 0 && !region.evicting()) return {};
+  const Copying copying(region.device);
   const Look look = [&] {
     WaitsEndWith::look();
     if (now() >= deadline) throw DeadlinePassed();

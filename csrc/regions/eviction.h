@@ -16,7 +16,8 @@ namespace memsaver {
 std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes);
 
 // `some`: memory has returned, and the demand asks its source again. `busy`: none has, and a reader, a capture or the
-// beginning of a transition is in the way.
+// beginning of a transition is in the way. Of copy_ahead(): whether contents were copied; other copies are in the way
+// too.
 enum class Evicted { none, some, busy };
 
 // Evicts up to `bytes`, and at most one chunk more for each region, from the regions of a device but those that
@@ -24,6 +25,10 @@ enum class Evicted { none, some, busy };
 // `some`. `looks`: calls WaitsEndWith::look(). Called without a lock of the library.
 Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const Region&)>& spares, Deadline deadline,
               bool looks);
+
+// Copies a batch of contents ahead of a demand, unless a demand or a transfer copies, or a transition has the region.
+// The chunks stay offered. The copies of a region end when none are left, or one has failed.
+Evicted copy_ahead(Device& device);
 
 struct Given {
   std::size_t bytes = 0;               // of the chunks that returned to their source

@@ -47,6 +47,12 @@ void Reclaimer::freed() {
   changed_.notify_all();
 }
 
+void Reclaimer::copy_ahead() {
+  std::lock_guard lock(mutex_);
+  ahead_ = true;
+  changed_.notify_all();
+}
+
 void Reclaimer::request(bool tells) {
   {
     std::lock_guard lock(mutex_);
@@ -165,10 +171,20 @@ void Reclaimer::run() {
   std::unique_lock lock(mutex_);
   while (!stop_) {
     if (!freed_) {
-      changed_.wait(lock, [&] { return freed_ || is_asked(); });
+      changed_.wait(lock, [&] { return freed_ || ahead_ || is_asked(); });
       pause = kFreedLooks;
     }
-    if (!changed_.wait_for(lock, pause, is_asked)) {
+    Evicted ahead = Evicted::none;
+    if (ahead_ && !is_asked()) {
+      ahead_ = false;
+      lock.unlock();
+      ahead = memsaver::copy_ahead(device_);
+      device_.tell_offers();
+      lock.lock();
+      ahead_ |= ahead != Evicted::none;
+    }
+    if (!changed_.wait_for(lock, ahead == Evicted::some ? Clock::duration::zero() : pause, is_asked)) {
+      if (!freed_) continue;
       freed_ = false;
       lock.unlock();
       const bool some = device_.resting.collect();

@@ -1,7 +1,7 @@
 // Returns the memory of a device that this process caches and does not use, when a process waits for memory: retained
 // chunks, chunks without a segment, free segments of torch's pools, and freed segments once the device has passed their
 // mark; and offered chunks, as many as a broker asks for. Nothing during a capture, nothing of a region that is not
-// active, no chunk under a segment in use.
+// active, no chunk under a segment in use. When it has nothing to return, it copies contents ahead of a demand.
 //
 // A thread does this, because a sweep may wait for a driver call of another thread. Between the requests it returns
 // freed segments whose mark the device has passed. torch's pools are freed by a thread of Python
@@ -34,6 +34,8 @@ class Reclaimer {
   // Begins to evict so many bytes of offered chunks: see eviction.h. `demand`: its own regions are spared. Tells the
   // broker the progress and the end.
   void request_offered(std::size_t bytes, std::uint64_t demand);
+  // Begins copies ahead of a demand: see copy_ahead() in eviction.h. Requests come first.
+  void copy_ahead();
   bool finish(Deadline deadline);
   // Called by the thread of Python, once for each query. `cached`: bytes of free blocks that torch keeps, and `why`.
   void python_is_done(std::size_t cached, const std::string& why);
@@ -59,6 +61,7 @@ class Reclaimer {
   std::size_t cached_ = 0;                   // of its last answer
   std::string why_cached_;
   bool freed_ = false;  // segments may rest
+  bool ahead_ = false;  // contents may be copied ahead of a demand
   bool stop_ = false;
   Worker worker_;
 };

@@ -77,6 +77,7 @@ class Region : public RegionOptions {
   // The queue of the transitions on the region; the first one may proceed. Core::mutex is held.
   void enqueue(const void* transition) { queue_.push_back(transition); }
   void dequeue(const void* transition) { std::erase(queue_, transition); }
+  bool is_queued() const { return !queue_.empty(); }
   bool is_first(const void* transition) const { return !queue_.empty() && queue_.front() == transition; }
   // Guarded launches, and reads of the backup: transitions wait for them. Core::mutex is held.
   void begin_use() { ++users_; }
@@ -92,6 +93,9 @@ class Region : public RegionOptions {
   void begin_eviction();
   void end_eviction(std::size_t offered_before);  // without the lock
   void claim(bool claimed) { claimed_ = claimed; }
+  // Whether offered contents are copied ahead of a demand: see copy_ahead() in eviction.h.
+  bool copies_ahead() const { return copies_ahead_; }
+  void set_copies_ahead(bool wanted) { copies_ahead_ = wanted; }
   std::size_t offered_bytes() const { return offered_bytes_; }
   std::vector<Slot> offered_slots() const;
   void map_offered(const std::vector<Slot>& slots);  // those of them that are offered
@@ -264,6 +268,7 @@ class Region : public RegionOptions {
   std::atomic<std::size_t> mapped_ = 0;
   std::atomic<std::size_t> offered_bytes_ = 0;
   std::atomic<bool> evicting_ = false;
+  std::atomic<bool> copies_ahead_ = false;
   bool claimed_ = false;  // by its resume: no eviction can begin. Guarded by Core::mutex
   std::atomic<std::uint64_t> demand_ = 0;
 };

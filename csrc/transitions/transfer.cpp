@@ -229,7 +229,7 @@ void Transfer::reserve_and_start(bool chunks) {
     leaving.copied_before = leaving.backup->copied_bytes();
     leaving.saver = leaving.backup->saver(*device_.driver, spans_of(leaving.batches));
     const Deadline late = std::max(bounds_.whole, now() + kOneLook);
-    if (!copies_out_at_) copies_out_at_ = now();
+    begins(copies_out_at_);
     leaving.saver->start();  // may wait until host memory is made
     if (now() >= late)
       throw WaitTimeoutError(
@@ -515,9 +515,14 @@ void Transfer::write_into(Coming& coming, const std::vector<Slot>& neighbours) {
   load(coming, range);
 }
 
+void Transfer::begins(std::optional<Deadline>& copies_at) {
+  if (!copies_at) copies_at = now();
+  if (!copying_) copying_.emplace(device_);
+}
+
 void Transfer::load(Coming& coming, Range range) {
   if (coming.loader == nullptr) return;
-  if (!copies_in_at_) copies_in_at_ = now();
+  begins(copies_in_at_);
   coming.loader->add(range);
 }
 
@@ -570,6 +575,7 @@ void Transfer::undo() noexcept {
   for (Coming& coming : coming_) coming.loader.reset();
   copies_in_at_.reset();
   if (!drain_copies(*device_.driver)) core().mark_lost(device_);
+  copying_.reset();
   for (Coming& coming : coming_) {
     coming.mapping.undo();
     coming.run.clear();

@@ -168,6 +168,7 @@ class Transfer {
   Chunk claim_offered(ChunkRequest& request, bool snug);
   void claim(Coming& coming);
   void release(Coming& coming) noexcept;
+  void begins(std::optional<Deadline>& copies_at);
   void fill(const Coming& coming, Range range);
   Needs needs(bool snug) const;
   template <typename Use>
@@ -197,6 +198,7 @@ class Transfer {
   bool fills_ = false;                            // fills are queued
   bool under_way_ = false;                        // copies may be queued, and keep() was not called
   std::optional<Deadline> copies_out_at_, copies_in_at_;
+  std::optional<Copying> copying_;
   Moved moved_;
 };
 

@@ -71,8 +71,12 @@ void side_by_side(const Things& things, bool together, Act act) {
 
 }  // namespace
 
-Transition::Transition(Regions pause, Regions resume, Bounds bounds, Regions lazy)
-    : bounds_(bounds), wanted_out_(std::move(pause)), wanted_in_(std::move(resume)), lazy_(std::move(lazy)) {
+Transition::Transition(Regions pause, Regions resume, Bounds bounds, Regions lazy, Regions ahead)
+    : bounds_(bounds),
+      wanted_out_(std::move(pause)),
+      wanted_in_(std::move(resume)),
+      lazy_(std::move(lazy)),
+      ahead_(std::move(ahead)) {
   std::lock_guard lock(core().mutex);
   for (auto* wanted : {&wanted_out_, &wanted_in_}) {
     std::erase_if(*wanted, [](const Region* region) { return region->closed(); });  // since the caller selected it
@@ -280,6 +284,7 @@ void Transition::finish() {
     for (Region* region : pausing_)
       region->settle(committed_ || contains(continued_, region) ? State::paused : State::active);
     for (Region* region : resuming_) region->settle(arrived_ ? State::active : State::paused);
+    for (Region* region : committed_ ? wanted_out_ : Regions()) region->set_copies_ahead(contains(ahead_, region));
     for (const auto* wanted : {&wanted_out_, &wanted_in_})
       for (Region* region : *wanted) region->dequeue(this);
     core().changed.notify_all();
@@ -296,6 +301,7 @@ void Transition::finish() {
       devices.insert(&region->device);
     }
   for (Device* device : devices) device->tell_offers();
+  for (Region* region : ahead_) region->device.reclaimer.copy_ahead();
   for (Device* device : devices) device->resting.reap();  // sets marks for segments that were freed meanwhile
 }
 

@@ -27,8 +27,9 @@ class Transition {
     double seconds = 0;  // from begin()
   };
 
-  // `lazy`: of the regions to pause, those that offer their chunks.
-  Transition(Regions pause, Regions resume, Bounds bounds, Regions lazy = {});
+  // `lazy`: of the regions to pause, those that offer their chunks. `ahead`: of these, those whose contents are copied
+  // ahead of a demand.
+  Transition(Regions pause, Regions resume, Bounds bounds, Regions lazy = {}, Regions ahead = {});
   ~Transition() { abort(); }
 
   // Waits for earlier transitions on these regions, for processes that are attached to outgoing regions, and for
@@ -66,7 +67,7 @@ class Transition {
   const Deadline began_ = now();
   Deadline begun_at_;  // begin()
   Regions wanted_out_, wanted_in_;
-  const Regions lazy_;
+  const Regions lazy_, ahead_;
   Regions pausing_, resuming_;  // marked
   Regions continued_;           // of pausing_, those that were paused with chunks left from a refusal
   Regions discarded_;

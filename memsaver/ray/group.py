@@ -26,7 +26,7 @@ class Group:
             ``{"resident": tags, "late": tags, "lingering": tags}``: see ``memsaver.define_phase()``.
         backup: Policies with which tags pause in the turn into a phase, if they are not the regions' own: name of the
             phase -> role -> tag -> policy. A policy in the place of the tags, or of the roles, is for all of them.
-        lazy: True for tags that pause lazily, as by ``memsaver.pause(lazy=True)``, in the same forms.
+        lazy: True or ``"copy"`` for tags that pause lazily, as by ``memsaver.pause()``, in the same forms.
         restore: False for tags whose contents the phase overwrites: name of the phase -> role -> tag -> bool, with the
             same short forms.
         roles: The members of each role, one or a list in the order of their ranks: Ray actors, or objects of this
@@ -125,7 +125,7 @@ class Group:
             name: The phase.
             backup: The policy of the tags that pause, for this turn: one for all roles, ``{role: policy}`` or
                 ``{role: {tag: policy}}``. None: the group's policy for this phase, else that of the regions.
-            lazy: True for tags that pause lazily, in the same forms. None: the group's values for this phase.
+            lazy: As for the group, without the phase. None: the group's values for this phase.
             restore: False for contents that the phase overwrites: for all roles, ``{role: bool}`` or
                 ``{role: {tag: bool}}``. None: the group's value for this phase, else True.
             timeout: Seconds for the whole turn, up to the commit of the last rank. If a rank has not prepared by then,

@@ -10,6 +10,7 @@ from typing import Any
 from memsaver.policies import (
     READERS_S,
     Bounds,
+    LazyMode,
     TurnBackup,
     TurnLazy,
     TurnRestore,
@@ -24,7 +25,7 @@ Phases = Mapping[str, Mapping[str, Iterable[str] | Mapping[str, Iterable[str]]]]
 _PARTS = ("resident", "late", "lingering")  # of a role in a phase
 Backups = dict[str, dict[str, str]]  # by role and tag
 Restores = dict[str, dict[str, bool]]  # by role and tag
-Lazies = dict[str, dict[str, bool]]  # by role and tag
+Lazies = dict[str, dict[str, LazyMode]]  # by role and tag
 _HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another rank releases in the same turn
 _COMPLETE_S = 30.0  # after a turn's timeout, ranks that have committed may take this long to complete their calls
 _ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this long to arrive

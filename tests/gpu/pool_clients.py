@@ -165,7 +165,7 @@ def turn(regions: list[memsaver.Region], choose: random.Random, is_over: Callabl
         try:
             for region in chosen:
                 if choose.random() < 0.5:
-                    region.pause(lazy=choose.random() < 0.5)
+                    region.pause(lazy=choose.choice((False, True, "copy")))
                 else:
                     region.resume(memory_timeout=0.05)
                 count += 1

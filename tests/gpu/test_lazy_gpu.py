@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,33 @@ def test_a_demand_takes_what_it_lacks_and_graphs_stay_valid(
         del more
         memsaver.trim(other.tag)
         check(held, turn + 1)
+
+
+def test_a_demand_copies_nothing_that_was_copied_beside_kernels(fresh: Make, neighbour: Neighbour) -> None:
+    region, other = fresh("ahead", "host"), fresh("other")
+    held = numbers(region, 2 * GIB, 5)
+    with other:
+        work = torch.zeros(CHUNK, dtype=torch.uint8, device="cuda")
+    for _ in range(2):
+        held.add_(1)
+        region.pause(lazy="copy")
+        deadline = time.monotonic() + 60
+        while region.backup_bytes < 2 * GIB or region.mapped_bytes:
+            assert time.monotonic() < deadline
+            torch.cuda._sleep(1 << 20)
+            work.add_(1)
+            torch.cuda.synchronize()
+        assert region.offered_bytes == 2 * GIB
+        copied = memsaver._results.totals()["copies_bytes", "out"]
+        neighbour.hold(keep=512 * MIB)
+        more = numbers(other, GIB, 3)
+        given = 2 * GIB - region.offered_bytes
+        assert given >= 512 * MIB - TAKEN and memsaver._results.totals()["copies_bytes", "out"] == copied
+        check(more, 3)
+        neighbour.tell("release")
+        del more
+        assert region.resume().copied_bytes == given
+    check(held, 7)
 
 
 def test_an_allocation_of_torch_gets_offered_memory(fresh: Make, neighbour: Neighbour) -> None:

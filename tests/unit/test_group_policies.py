@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="needs ray")
 import memsaver  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
 from tests.group_support import Halved  # noqa: E402
-from tests.support import MIB, Block, host_used_bytes  # noqa: E402
+from tests.support import MIB, Block, host_used_bytes, until  # noqa: E402
 
 Make = Callable[..., memsaver.Region]
 
@@ -127,6 +127,11 @@ def test_pauses_are_lazy_by_phase_role_and_tag(make: Make) -> None:
     assert pair.enter("none") == (0, 0)
     assert pair.enter("rollout") == (MIB, 0)  # the parameters, which pause again, and not lazily
     pair.check()
+    pair.enter("train", lazy={"engine": {"weights": "copy"}})
+    until(lambda: pair.weights.backup_bytes > 0 and not pair.weights.mapped_bytes)
+    assert pair.weights.offered_bytes > 0
+    pair.enter("rollout", lazy=True)
+    pair.check()
     memsaver.configure(lazy=True)
     try:
         assert pair.enter("train", lazy={"engine": {"graphs": False}})[0] == 2 * MIB
@@ -135,8 +140,9 @@ def test_pauses_are_lazy_by_phase_role_and_tag(make: Make) -> None:
         memsaver.configure(lazy=False)
     with pytest.raises(ValueError, match="lazy of 'trainer' names the tag"):
         pair.enter("train", lazy={"trainer": {"params": True}})
-    with pytest.raises(TypeError, match="expected True or False"):
-        pair.enter("train", lazy={"engine": "host"})
+    for wrong, error in (("host", ValueError), (1, TypeError)):
+        with pytest.raises(error, match=f"is {wrong!r}, expected True, False or 'copy'"):
+            pair.enter("train", lazy={"engine": wrong})
     with pytest.raises(ValueError, match="lazy names the phase 'other'"):
         Pair(make, lazy={"other": True})
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 import memsaver
-from memsaver import _core
+from memsaver import _core, _results
+from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.support import MIB, Block, Fill, blocks, free_bytes, host_held_bytes, host_used_bytes, until
+from tests.pool_support import LAZY
+from tests.support import MIB, PAGE, Block, Fill, blocks, free_bytes, host_held_bytes, host_used_bytes, until
 
 Make = Callable[..., memsaver.Region]
 CHUNK = 32 * MIB
@@ -125,6 +128,8 @@ def test_a_pause_that_is_not_lazy_copies_the_rest(make: Make) -> None:
 
 
 def test_the_option_is_the_default_of_pauses(make: Make) -> None:
+    with pytest.raises(memsaver.ConfigError, match="expected True, False or 'copy'"):
+        memsaver.configure(lazy="copies")
     memsaver.configure(lazy=True)
     try:
         region, other = make("host"), make("host")
@@ -138,6 +143,11 @@ def test_the_option_is_the_default_of_pauses(make: Make) -> None:
         memsaver.define_phase("lazy other", other)
         with memsaver.phase("lazy"):
             assert other.offered_bytes == CHUNK
+        other.resume()
+        memsaver.configure(lazy="copy")
+        other.pause()
+        wait_for_copies(other, 1)
+        assert other.offered_bytes == CHUNK
         other.resume()
     finally:
         memsaver.configure(lazy=False)
@@ -467,6 +477,271 @@ def test_one_handle_stays_with_its_segment(make: Make) -> None:
     region.resume()
     assert region._core.chunks == chunks
     check(held)
+
+
+# Copies ahead of a demand: lazy="copy". A batch of them has 128 MiB.
+
+
+def ahead(make: Make, backup: str = "host", chunks: int = 8, **options: object) -> tuple[memsaver.Region, list[Block]]:
+    """A region whose contents are copied ahead of a demand, in batches of four chunks."""
+    region = make(backup, **options)
+    held = [Block(region, CHUNK, seed) for seed in range(chunks)]
+    region.pause(lazy="copy")
+    return region, held
+
+
+def wait_for_copies(region: memsaver.Region, chunks: int = 8) -> None:
+    """Until so many chunks have been copied, and none is mapped."""
+    until(lambda: (region.backup_bytes, region.mapped_bytes) == (chunks * CHUNK, 0))
+
+
+def copied_out() -> float:
+    """Bytes of all copies out of this process."""
+    return _results.totals().get(("copies_bytes", "out"), 0.0)
+
+
+@pytest.mark.parametrize("backup", ["host", "disk"])
+def test_a_demand_copies_nothing_that_was_copied_ahead(make: Make, backup: str) -> None:
+    region, held = ahead(make, backup)
+    other = make("none")
+    for turn in range(2):
+        wait_for_copies(region)
+        assert (region.state, region.offered_bytes) == ("paused", 8 * CHUNK)
+        with pytest.raises(memsaver.RegionPausedError):
+            region.empty(1)
+        copies = controls.count("cuMemcpyDtoHAsync")
+        with Fill(leave=0):
+            more = blocks(other, [3 * CHUNK])
+            assert region.offered_bytes == 5 * CHUNK
+            del more
+        assert controls.count("cuMemcpyDtoHAsync") == copies
+        assert region.resume().copied_bytes == 3 * CHUNK
+        check(held)
+        held[0].fill(turn + 50)
+        region.pause(lazy="copy")
+    wait_for_copies(region)
+    assert region.resume().copied_bytes == 0
+    check(held)
+
+
+def test_a_demand_takes_copied_chunks_first(make: Make) -> None:
+    first, held = lazily(make)
+    region, more = ahead(make, chunks=4)
+    wait_for_copies(region, 4)
+    copies = controls.count("cuMemcpyDtoHAsync")
+    with Fill(leave=0):
+        blocks(make("none"), [3 * CHUNK])
+    assert (first.offered_bytes, region.offered_bytes) == (4 * CHUNK, CHUNK)
+    assert controls.count("cuMemcpyDtoHAsync") == copies
+    memsaver.resume([first, region])
+    check(held + more)
+
+
+def test_a_lazy_pause_begins_and_ends_copies_ahead_of_an_earlier_one(
+    make: Make, thread: ThreadPoolExecutor, copies_in: Callable[[], memsaver.Region]
+) -> None:
+    region, held = lazily(make, chunks=8)
+    region.pause(lazy="copy")
+    wait_for_copies(region)
+    region.resume()
+    with controls.held("cuMemcpyHtoDAsync"):
+        other = copies_in()
+        region.pause(lazy="copy")
+        region.pause(lazy=True)
+    until(lambda: other.state == "active")
+    time.sleep(0.1)
+    assert (region.backup_bytes, region.offered_bytes) == (0, 8 * CHUNK)
+    region.resume()
+    check(held)
+
+
+@pytest.fixture
+def copies_in(make: Make, thread: ThreadPoolExecutor) -> Iterator[Callable[[], memsaver.Region]]:
+    """Begins a resume whose copy in is held. Twice at most."""
+    regions = [make("host"), make("host")]
+    held = [Block(each, CHUNK, seed) for seed, each in enumerate(regions)]  # alive as long as the fixture
+    memsaver.pause(regions)
+
+    def begin() -> memsaver.Region:
+        region = regions.pop()
+        thread.submit(region.resume)
+        until(lambda: controls.stopped("cuMemcpyHtoDAsync"))
+        return region
+
+    yield begin
+    memsaver.resume(regions)
+    check(held)
+
+
+def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
+    make: Make, copies_in: Callable[[], memsaver.Region]
+) -> None:
+    region = make("host")
+    held = blocks(region, 12 * [CHUNK])
+    with controls.held("cuMemcpyHtoDAsync"):
+        copies_in()
+        copies = controls.count("cuMemcpyDtoHAsync")
+        region.pause(lazy="copy")
+        time.sleep(0.1)
+        assert (controls.count("cuMemcpyDtoHAsync"), region.backup_bytes) == (copies, 0)
+        controls.hold("cuMemcpyDtoHAsync")
+    until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
+    with controls.held("cuMemcpyHtoDAsync"):
+        copies_in()
+        controls.go_on("cuMemcpyDtoHAsync")
+        wait_for_copies(region, 4)  # the batch that had begun
+        time.sleep(0.1)
+        assert region.backup_bytes == 4 * CHUNK
+    wait_for_copies(region, 12)
+    region.resume()
+    check(held)
+
+
+def test_copies_ahead_wait_for_a_transition_of_the_region(make: Make, copies_in: Callable[[], memsaver.Region]) -> None:
+    region = make("host")
+    held = blocks(region, 2 * [CHUNK])
+    with controls.held("cuMemcpyHtoDAsync"):
+        other = copies_in()
+        region.pause(lazy="copy")
+        prepared = prepare_pause(region.tag, lazy="copy")
+    until(lambda: other.state == "active")
+    time.sleep(0.1)
+    assert region.backup_bytes == 0
+    prepared.abort()
+    wait_for_copies(region, 2)
+    region.resume()
+    check(held)
+
+
+@pytest.mark.parametrize("way", ["allocation", "resume", "pause", "read"])
+def test_copies_ahead_stop_for_a_demand(make: Make, thread: ThreadPoolExecutor, way: str) -> None:
+    begin: dict[str, Callable[[], object]] = {
+        "allocation": lambda: make("none").empty(CHUNK, torch.uint8),
+        "resume": lambda: region.resume(),
+        "pause": lambda: region.pause(),
+        "read": lambda: memsaver.cpu_backup(held[9].tensor, clone=True),
+    }
+    before = copied_out()
+    with controls.held("cuMemcpyDtoHAsync"):
+        region, held = ahead(make, chunks=12)
+        until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
+        with Fill(leave=0) if way == "allocation" else nullcontext():
+            demand = thread.submit(begin[way])
+            with pytest.raises(TimeoutError):
+                demand.result(0.1)
+            controls.go_on("cuMemcpyDtoHAsync")
+            found = demand.result(60)
+    if way == "resume":  # after the batch that had begun
+        until(lambda: copied_out() > before)
+        assert (found.copied_bytes, copied_out() - before) == (0, 4 * CHUNK)  # type: ignore[attr-defined]
+    elif way == "pause":
+        assert found.copied_bytes == 8 * CHUNK  # type: ignore[attr-defined]
+    elif way == "allocation":
+        until(lambda: region.offered_bytes == 11 * CHUNK)
+    region.resume()
+    check(held)
+
+
+def test_a_close_waits_for_a_copy_ahead(make: Make, thread: ThreadPoolExecutor) -> None:
+    with controls.held("cuMemcpyDtoHAsync"):
+        region, held = ahead(make)
+        until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
+        with pytest.raises(memsaver.Error, match="allocated"):
+            closes = thread.submit(region.close)
+            with suppress(TimeoutError):
+                closes.result(0.1)
+            controls.go_on("cuMemcpyDtoHAsync")
+            closes.result(60)
+        controls.hold("cuMemcpyDtoHAsync")
+        region.pause(lazy="copy")
+        until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
+        held.clear()
+        closes = thread.submit(region.close)
+        with pytest.raises(TimeoutError):
+            closes.result(0.1)
+        controls.go_on("cuMemcpyDtoHAsync")
+        closes.result(60)
+
+
+def test_copies_ahead_end_without_host_memory_and_chunks_stay_offered(make: Make) -> None:
+    make()  # opens the device
+    memsaver.release_host_memory()
+    memsaver.configure(host_limit=host_used_bytes() + 5 * CHUNK)  # others may hold idle memory
+    maps = controls.count("cuMemMap")
+    try:
+        region, held = ahead(make)
+        maps += 8  # of the blocks
+        until(lambda: controls.count("cuMemMap") >= maps + 8)  # of two batches
+        wait_for_copies(region, 4)
+    finally:
+        memsaver.configure(host_limit=None)
+    time.sleep(0.1)
+    assert (region.state, region.offered_bytes, region.backup_bytes) == ("paused", 8 * CHUNK, 4 * CHUNK)
+    with Fill(leave=0):
+        blocks(make("none"), [6 * CHUNK])
+        assert (region.offered_bytes, region.backup_bytes) == (2 * CHUNK, 6 * CHUNK)
+    region.resume()
+    check(held)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cuMemMap", "cuMemSetAccess", "cuMemUnmap", "cuMemcpyDtoHAsync", "cuEventRecord", "cuEventSynchronize"],
+)
+def test_a_call_that_fails_in_a_copy_ahead_loses_nothing(make: Make, call: str) -> None:
+    region, held = ahead(make)
+    wait_for_copies(region)
+    region.resume()
+    for nth in (1, 2):
+        for kind in ("error", "after"):
+            region.pause(lazy=True)
+            controls.arm(nth, kind, call)
+            region.pause(lazy="copy")
+            until(lambda: controls.calls() >= nth)  # noqa: B023
+            until(lambda: (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, 8 * CHUNK))
+            controls.disarm()
+            region.resume()
+            check(held)
+
+
+def test_contents_are_whole_after_random_turns_with_copies_ahead(make: Make) -> None:
+    choose = random.Random(30)
+    sizes = [3 * CHUNK, 5 * MIB, CHUNK, 100]
+    held = {make(backup): list[Block]() for backup in ("host", "host", "disk")}
+    for region, of_region in held.items():
+        of_region += blocks(region, sizes)
+    other = make("none")
+    done = 0
+    for turn in range(60):
+        region = choose.choice(list(held))
+        how = choose.choice(("resume", "switch", "again", "read", "write", "demand", "demand"))
+        block = choose.choice(held[region])
+        if region.state == "active":
+            block.fill(turn)
+            region.pause(lazy=choose.choice(LAZY))
+        elif how == "resume":
+            region.resume()
+        elif how == "switch":
+            out = [each.tag for each in held if each.state == "active"]
+            memsaver.switch(pause=out, resume=region.tag, lazy="copy" if out else {})
+        elif how == "again":
+            region.pause(lazy=choose.choice(LAZY))
+        elif how == "read":
+            assert torch.equal(memsaver.cpu_backup(block.tensor, clone=True), torch.from_numpy(block.expected))
+        elif how == "write" and held[region][0].region.backup == "host":
+            with suppress(memsaver.BackupError):  # it was copied in several parts
+                memsaver.cpu_backup(block.tensor)[:3] = turn
+                block.expected[:3] = turn
+        elif how == "demand":
+            with Fill(leave=choose.choice((0, CHUNK, 20 * MIB))), suppress(memsaver.OutOfMemoryError, RuntimeError):
+                blocks(other, [choose.choice((PAGE, CHUNK, 3 * CHUNK))])
+                done += 1
+        if region.state == "active":
+            check(held[region])
+    memsaver.resume(list(held))
+    for of_region in held.values():
+        check(of_region)
+    assert done > 5
 
 
 @pytest.mark.isolated

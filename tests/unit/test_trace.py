@@ -324,7 +324,7 @@ def test_a_demand_that_is_repeated_waits_once(make: Make, file: Path) -> None:
         block.check()
 
 
-@pytest.mark.parametrize("how", ["pause", "allocation"])
+@pytest.mark.parametrize("how", ["pause", "allocation", "ahead"])
 def test_copies_of_offered_contents_are_in_the_trace_and_the_sums(make: Make, file: Path, how: str) -> None:
     region = make("host")
     block = Block(region, 2 * MIB)
@@ -333,6 +333,8 @@ def test_copies_of_offered_contents_are_in_the_trace_and_the_sums(make: Make, fi
     before, began = _results.totals(), time.monotonic()
     if how == "pause":
         region.pause()
+    elif how == "ahead":
+        region.pause(lazy="copy")
     else:
         gc.collect()
         memsaver.trim()
