@@ -10,8 +10,9 @@ Prints for each turn the bytes that must move, those that moved, seconds, and th
 bytes that must move. "own": the methods of the slowest rank; "beyond": the rest of the turn. The cost of a turn with
 many ranks: --pairs 32 --small. If there are fewer cores than ranks, ranks wait for cores as well.
 
-"late": moments and a part of the KV cache come while the device works for a second, and the trainer's memory leaves
-while it does. The turn includes the waits at first uses.
+"late": the parameters, a quarter of the layers after the other, the moments and a part of the KV cache come while the
+device works for a second, and the trainer's memory leaves while it does. The turn includes the waits at first uses: of
+a quarter before its forward pass. Losses equal those of the other ways.
 """
 
 from __future__ import annotations
@@ -42,20 +43,21 @@ from memsaver.distributed import Colocated, Group
 DEVICES = ("cuda", "cpu")
 POOL, LATE, DRIVER = "shared pool", "shared pool, late", "driver"
 TAGS = {"engine": ("weights", "kv_cache", "kv_rest"), "trainer": ("params", "moments", "workspace")}
+QUARTERS = tuple(f"params {number}" for number in range(4))  # of the layers
 PHASES: dict[str, dict[str, Any]] = {
     "train": {"trainer": ["params", "moments", "workspace"]},
     "sync": {"trainer": ["params"], "engine": ["weights"]},
     "rollout": {"engine": ["weights", "kv_cache", "kv_rest"]},
 }
 LATE_PHASES: dict[str, dict[str, Any]] = {
-    "train": {"trainer": {"resident": ["params", "workspace"], "late": ["moments"]}},
-    "sync": {"trainer": ["params", "moments"], "engine": ["weights"]},
+    "train": {"trainer": {"resident": ["workspace"], "late": [*QUARTERS, "moments"]}},
+    "sync": {"trainer": [*QUARTERS, "moments"], "engine": ["weights"]},
     "rollout": {
         "engine": {"resident": ["weights", "kv_cache"], "late": ["kv_rest"]},
-        "trainer": {"lingering": ["params", "moments"]},
+        "trainer": {"lingering": [*QUARTERS, "moments"]},
     },
 }
-KEPT = ("weights", "params", "moments")
+KEPT = ("weights", "params", *QUARTERS, "moments")
 RULES: dict[str, Any] = {
     "backup": {"train": {"engine": {"weights": "none"}}},
     "restore": {"sync": {"engine": {"weights": False}}},
@@ -109,6 +111,7 @@ class Plan:
 
 
 def measure(run: Run) -> None:
+    losses: list[Any] = []
     with Limit(64 * MIB if run.small else 2 * GIB, run.device) as limit:
         for way in run.options.only:
             limit.measure()
@@ -117,6 +120,8 @@ def measure(run: Run) -> None:
             limit.measure()
             if found is not None:
                 _report(run, plan, found, limit)
+                losses.append([rank["losses"] for rank in found])
+    run.check("the losses of all ways are equal", all(each == losses[0] for each in losses))
 
 
 def _report(run: Run, plan: Plan, found: list[Sample], limit: Limit) -> None:
@@ -180,8 +185,9 @@ def rank_of_job(rank: int, plan: Plan, directory: str, port: int, queues: Any, b
     name = ("engine", "trainer")[role]
     for builder in range(2):  # one role after the other: there is no room for both
         if builder == role:
-            member = Member({tag: plan.sizes[tag] for tag in TAGS[name]}, device)
-            member.pause(list(TAGS[name]))
+            torch.manual_seed(pair)
+            member = Member({tag: plan.sizes[tag] for tag in TAGS[name]}, device, plan.way == LATE)
+            member.pause(list(member.tensors))
         barrier.wait(TIMEOUT_S)
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
     phases, members = LATE_PHASES if plan.way == LATE else PHASES, dict[str, Any]({name: member})
@@ -194,7 +200,7 @@ def rank_of_job(rank: int, plan: Plan, directory: str, port: int, queues: Any, b
             member.seconds, begin = 0.0, time.monotonic()
             with group.enter(phase, timeout=TIMEOUT_S, memory_timeout=MEMORY_S) as turn:
                 end = time.monotonic()
-                end += member.wait(phase) if plan.way == LATE else 0
+                end += member.wait(phase)
                 turns.append((begin, end, member.seconds))
                 moved.append(sum(each.copied_bytes for each in turn.transitions))
                 member.work(phase)
@@ -205,17 +211,46 @@ def rank_of_job(rank: int, plan: Plan, directory: str, port: int, queues: Any, b
     group.close()
     skipped = WARM_UP * len(PHASES)
     synced = [each for each in syncs[WARM_UP:] if each]
-    return {"turns": turns[skipped:], "moved": moved[skipped:], "syncs": synced, "copy_rate": rate}
+    figures = {"turns": turns[skipped:], "moved": moved[skipped:], "syncs": synced, "copy_rate": rate}
+    return {**figures, "losses": member.losses}
+
+
+class Layers(torch.nn.Module):
+    """A quarter of the layers. Its forward pass is the work of the device for a while, and reads its parameters.
+
+    The sums of integers are exact: the loss depends on no order.
+    """
+
+    def __init__(self, params: list[torch.Tensor], work: Callable[[float], None], seconds: float) -> None:
+        super().__init__()
+        self.params, self.work, self.seconds = params, work, seconds
+
+    def forward(self, loss: torch.Tensor) -> torch.Tensor:
+        self.work(self.seconds)
+        for tensor in self.params:
+            loss = torch.sin(loss + torch.sum(tensor.view(torch.int16), dtype=torch.float64) / tensor.numel())
+        return loss
 
 
 class Member(Colocated):
     """A rank: its tensors by tag, and the seconds in its own methods."""
 
-    def __init__(self, sizes: dict[str, int], device: str) -> None:
-        self.device, self.seconds = device, 0.0
-        self.tensors = {tag: self._allocate(tag, Work(8, nbytes // 8)) for tag, nbytes in sizes.items()}
-        kept = [tensor for tag in ("params", "moments") for tensor in self.tensors.get(tag, ())]
-        self._contents = Contents(kept)
+    def __init__(self, sizes: dict[str, int], device: str, is_late: bool) -> None:
+        self.device, self.seconds, self.waited, self.is_late = device, 0.0, 0.0, is_late
+        works = {tag: Work(8, nbytes // 8) for tag, nbytes in sizes.items()}
+        if is_late and (whole := works.pop("params", None)):
+            works = {**dict.fromkeys(QUARTERS, Work(2, whole.nbytes)), **works}
+        self.tensors = {tag: self._allocate(tag, work) for tag, work in works.items()}
+        self.params = [tensor for tag, of_tag in self.tensors.items() if "params" in tag for tensor in of_tag]
+        seconds = WORK_S / len(QUARTERS) if is_late else 0.0
+        quarters = (self.params[at : at + 2] for at in range(0, len(self.params), 2))
+        self.model = torch.nn.Sequential(*(Layers(each, self._spend, seconds) for each in quarters))
+        for tag, layers in zip(QUARTERS if is_late else (), self.model):
+            layers.register_forward_pre_hook(partial(self._arrive, tag))
+        self.losses: list[float] = []
+        # Of this object, not of the class: then late tags come one after the other.
+        self.resume = partial(self._timed, self.resume)  # type: ignore[method-assign]
+        self._contents = Contents(self.params + self.tensors.get("moments", []))
         self._expected: list[int] = []  # checksums of the weights that were written
 
     def _allocate(self, tag: str, work: Work) -> list[torch.Tensor]:
@@ -228,27 +263,34 @@ class Member(Colocated):
     def colocated_commit(self) -> Any:
         return self._timed(super().colocated_commit)
 
-    def resume(self, tags: Any = None, **options: Any) -> Any:
-        return self._timed(super().resume, tags, **options)
-
     def wait(self, phase: str) -> float:
-        """Uses resident memory for a second, if memory comes late, and returns the seconds until it has come."""
-        of_a_phase = LATE_PHASES[phase].get("engine" if "weights" in self.tensors else "trainer", ())
-        late = of_a_phase.get("late", ()) if isinstance(of_a_phase, dict) else ()
-        if not late:
-            return 0.0
+        """The work of a phase up to the first uses of all late memory. Returns the seconds of the waits there."""
+        self.waited = 0.0
+        if phase == "train" and self.params:
+            loss = self.model(torch.zeros((), dtype=torch.float64, device=self.device))
+            self.losses.append(loss.item())
+            if self.is_late:
+                self._arrive("moments")
+        elif phase == "rollout" and not self.params and self.is_late:
+            self._spend(WORK_S)
+            self._arrive("kv_rest")
+        return self.waited
+
+    def _spend(self, seconds: float) -> None:
+        """Uses resident memory."""
         began = time.monotonic()
-        while time.monotonic() < began + WORK_S:
-            self.tensors[of_a_phase["resident"][-1]][0].fill_(1)
+        while time.monotonic() < began + seconds:
+            self.tensors["workspace" if self.params else "kv_cache"][0].fill_(1)
             synchronize(self.device)
+
+    def _arrive(self, tag: str, *_: Any) -> None:
         began = time.monotonic()
-        for tag in late:
-            memsaver.regions.find([tag])[0].wait()
-        return time.monotonic() - began
+        memsaver.regions.find([tag])[0].wait()
+        self.waited += time.monotonic() - began
 
     def work(self, phase: str) -> None:
         """Compares contents in the first phase that reads them, and writes to the memory of the phase."""
-        if phase == "train" and "params" in self.tensors:
+        if phase == "train" and self.params:
             self._contents.check()
             self._contents.change()
         if phase == "rollout" and self._expected and checksums(self.tensors["weights"]) != self._expected:
@@ -267,7 +309,7 @@ class Member(Colocated):
             took = time.perf_counter() - begin
             self._expected = back.get(timeout=TIMEOUT_S)
             return {"s": took, "write, s": written_s}
-        weights, params = there.get(timeout=TIMEOUT_S), [each.view(torch.float32) for each in self.tensors["params"]]
+        weights, params = there.get(timeout=TIMEOUT_S), [each.view(torch.float32) for each in self.params]
         synchronize(self.device)
         begin = time.perf_counter()
         for weight, param in zip(weights, params):

@@ -497,6 +497,14 @@ REWRITES = [
         ["unit/test_late.py::test_the_first_use_waits"],
     ),
     Rewrite(
+        "late_tags_come_together",
+        "groups: the first use of one late tag waits for all of them",
+        "memsaver/turns/members.py",
+        "if together else",
+        "if True else",
+        ["unit/test_late.py::test_late_tags_of_a_turn_come_one_after_the_other"],
+    ),
+    Rewrite(
         "turns_overtake_late_tags",
         "groups: a turn begins while late tags of the last one move",
         "memsaver/turns/members.py",

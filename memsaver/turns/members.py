@@ -194,7 +194,8 @@ class Colocated:
 
         Args:
             tags: The tags to pause. Tags without regions are left out.
-            coming: The tags to resume, by ``resume()``.
+            coming: The tags to resume, one after the other, so that the first is there early. All at once if the class
+                overrides ``resume()``, or one has a ``Derived`` region. After an error no other is resumed.
             phase: The phase that an error names.
             backup: As for ``pause()``.
             lazy: As for ``pause()``.
@@ -203,7 +204,7 @@ class Colocated:
             memory_timeout: As for ``resume()``.
             reader_timeout: As for ``pause()``.
         """
-        names, found = _existing(tags), [*regions.find(coming)]
+        names, found, since = _existing(tags), [*regions.find(coming)], time.monotonic()
         bounds = Bounds(timeout, memory_timeout, reader_timeout)
 
         def leave() -> None:
@@ -211,16 +212,30 @@ class Colocated:
             chosen = {"backup": _of_existing(names, backup) or None, "lazy": _of_existing(names, lazy)}
             memsaver.pause(names, **chosen, **_pause_options(bounds))  # type: ignore[arg-type]
 
+        # Without an override no loop of an async actor is needed.
+        plain = type(self).resume in (Colocated.resume, AsyncColocated.resume)
+        together = not plain or any(isinstance(each.backup, Derived) for each in found)
+        parts = [list(coming)] if together else [[tag] for tag in coming]
+        arrivals: list[Future[None]] = [Future() for _ in parts]
+
         def come() -> None:
-            # Without an override no loop of an async actor is needed.
-            plain = type(self).resume in (Colocated.resume, AsyncColocated.resume)
             resume = partial(Colocated.resume, self) if plain else self.resume
-            _awaited(self, resume(coming, restore=restore, timeout=timeout, memory_timeout=memory_timeout))
+            failed: BaseException | None = None
+            for part, arrival in zip(parts, arrivals):
+                left, wanted = bounds.left(since).timeout, _of_existing(part, restore)
+                try:
+                    if failed is None:
+                        _awaited(self, resume(part, restore=wanted, timeout=left, memory_timeout=memory_timeout))
+                except BaseException as error:
+                    failed = error
+                arrival.set_result(None) if failed is None else arrival.set_exception(failed)
 
         if names:
             late.expect(phase, _halves(self).background(leave), [])
         if coming:
-            late.expect(phase, _halves(self).background(come), found)
+            _halves(self).background(come)
+            for part, arrival in zip(parts, arrivals):
+                late.expect(phase, arrival, regions.find(part))
 
     def colocated_commit(self) -> Transition:
         """Commits the prepared pause. Raises memsaver.Error if nothing is prepared, as after a restart of the actor.

@@ -247,6 +247,30 @@ def test_an_error_of_a_late_tag_of_a_turn_names_the_phase_and_the_next_turn_can_
     sides.blocks[1].check()
 
 
+def test_late_tags_of_a_turn_come_one_after_the_other(make: Make) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+    first, second = make("host"), make("host")
+    blocks = [Block(each, 4 * MIB, seed) for seed, each in enumerate((first, second))]
+    phases = {"away": {}, "train": {"trainer": {"late": [second.tag, first.tag]}}}
+    group = ray.Group(trainer=ray.Colocated(), phases=phases, restore={"train": {"trainer": {first.tag: True}}})
+    group.enter("away")
+    with Fill(leave=4 * MIB) as rest:
+        group.enter("train", memory_timeout=60)
+        second.wait(timeout=20)
+        assert first.state != "active"
+        rest.close()
+        first.wait(timeout=20)
+    for block in blocks:
+        block.check()
+    group.enter("away")
+    with Fill():
+        group.enter("train", memory_timeout=0)
+        for each in (second, first):
+            with pytest.raises(memsaver.OutOfMemoryError, match="^phase 'train', late regions: "):
+                each.wait(timeout=20)
+    assert [each.state for each in (first, second)] == ["paused", "paused"]
+
+
 def test_wrong_parts_of_a_role_are_refused(sides: Sides) -> None:
     ray = pytest.importorskip("memsaver.ray", reason="needs ray")
     wrong: list[tuple[type[Exception], str, Any]] = [
