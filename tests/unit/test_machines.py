@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -40,6 +40,7 @@ import memsaver
 from memsaver import _core
 from tests import controls
 from tests.support import (
+    GIB,
     KIB,
     MIB,
     PAGE,
@@ -415,9 +416,13 @@ class Device(RuleBasedStateMachine):
         segment.write(next(self.seeds))
         model.segments.append(segment)
 
-    def memory_is_short(self, needed: int) -> bool:
-        """Whether a demand may fail. During a capture nothing is copied, and a copy needs host memory."""
-        offered = sum(model.region.offered_bytes for model in self.models)
+    def memory_is_short(self, needed: int, coming: Sequence[Model] = ()) -> bool:
+        """Whether a demand may fail. During a capture nothing is copied, and a copy needs host memory.
+
+        The chunks of a region that comes stay under it, with what they have beyond its segments.
+        """
+        found = [(model.region.offered_bytes, model.missing if model in coming else GIB) for model in self.models]
+        offered = sum(map(min, found))
         if self.captures or self.limited:
             offered = 0
         return free_bytes() + offered < needed
@@ -658,7 +663,9 @@ class Device(RuleBasedStateMachine):
             assert self.limited, error
             return
         if isinstance(error, memsaver.OutOfMemoryError):
-            assert coming and self.memory_is_short(missing), f"{missing} bytes are needed, {free_bytes()} are free"
+            assert coming and self.memory_is_short(missing, coming), (
+                f"{missing} bytes are needed, {free_bytes()} are free"
+            )
             return
         if error is not None:
             raise error
