@@ -31,7 +31,7 @@ _TYPES = {
 }  # fmt: skip
 _FUNCTIONS = {
     "install": "v p", "install_cuda": "i p", "arm": "v uis", "calls": "u ", "fail": "v siuu", "delay": "v sd",
-    "hold": "v si", "stopped": "i s", "overdue": "s ", "count": "u s", "disarm": "v ", "system_files": "v s",
+    "hold": "v siu", "stopped": "i s", "overdue": "s ", "count": "u s", "disarm": "v ", "system_files": "v s",
     "device": "i z", "stream": "u i", "write": "v uuzid", "touch": "v uuzd", "read": "v uuzdpp", "release": "v u",
     "delay_marks": "v d", "delay_copies": "v d", "keep_busy": "v d", "support_record": "v i", "begin_capture": "v ",
     "end_capture": "i ", "broken": "s ", "kill": "v i", "is_lost": "i i", "reset": "v ", "pinned": "z ",
@@ -148,13 +148,16 @@ def delay(call: str, seconds: float) -> None:
     _call("delay", call.encode(), seconds)
 
 
-def hold(call: str) -> None:
-    """Calls of this name stop before they are made, until :func:`go_on`, at most for 20 seconds."""
-    _call("hold", call.encode(), 1)
+def hold(call: str, after: int = 0) -> None:
+    """Calls of this name stop before they are made, until :func:`go_on`, at most for 20 seconds.
+
+    ``after``: so many of them pass first, those included that are stopped now.
+    """
+    _call("hold", call.encode(), 1, after)
 
 
 def go_on(call: str) -> None:
-    _call("hold", call.encode(), 0)
+    _call("hold", call.encode(), 0, 0)
     check_stops()
 
 

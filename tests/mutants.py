@@ -110,10 +110,26 @@ MUTANTS = [
         "the_core_is_locked_over_a_copy",
         "transfer: the core's mutex is held while a copy is waited for",
         "csrc/transitions/transfer.cpp",
-        "      if (leaving.saver != nullptr) leaving.saver->wait(batch);",
-        "      const auto held = MUTANT ? std::unique_lock(core().mutex) : std::unique_lock<std::mutex>();\n"
-        "      if (leaving.saver != nullptr) leaving.saver->wait(batch);",
+        "        leaving.saver->wait(batch);",
+        "        const auto held = MUTANT ? std::unique_lock(core().mutex) : std::unique_lock<std::mutex>();\n"
+        "        leaving.saver->wait(batch);",
         ["unit/test_gpus.py::test_no_lock_is_held_while_contents_are_copied[pause-cuEventSynchronize]"],
+    ),
+    Mutant(
+        "undone_copies_stay_counted",
+        "transfer: the progress of a resume that begins anew has the bytes of its first attempt",
+        "csrc/transitions/transfer.cpp",
+        "stages_.bytes_copied -= std::exchange(coming.arrived, 0);",
+        "if (!MUTANT) stages_.bytes_copied -= std::exchange(coming.arrived, 0);",
+        ["unit/test_progress.py::test_a_second_attempt_of_a_resume_counts_from_the_beginning"],
+    ),
+    Mutant(
+        "copies_in_count_at_the_end",
+        "backup: marks of copies in are not looked at while memory is mapped",
+        "csrc/backup/backup.cpp",
+        "driver_.done(marks_.front().first))",
+        "!MUTANT && driver_.done(marks_.front().first))",
+        ["unit/test_progress.py::test_copies_count_while_later_memory_is_mapped"],
     ),
     Mutant(
         "the_arena_is_locked_while_memory_is_made",
@@ -257,10 +273,10 @@ MUTANTS = [
     ),
     Mutant(
         "a_resume_ends_before_its_copies",
-        "host backup: a resume does not wait for its copies",
-        "csrc/backup/host_backup.cpp",
-        "{ driver_.wait(driver_.mark(Direction::in)); }",
-        "{ if (!MUTANT) driver_.wait(driver_.mark(Direction::in)); }",
+        "backup: a resume does not wait for its copies from pinned memory",
+        "csrc/backup/backup.cpp",
+        "if (waits && !marks_.empty()) driver_.wait(marks_.front().first);",
+        "if (waits && !marks_.empty() && !MUTANT) driver_.wait(marks_.front().first);",
         ["unit/test_transitions.py::test_a_transition_returns_after_its_copies_end"],
     ),
     Mutant(

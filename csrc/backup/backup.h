@@ -2,7 +2,10 @@
 #pragma once
 
 #include <cstddef>
+#include <deque>
+#include <functional>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "base/ranges.h"
@@ -15,9 +18,11 @@ constexpr std::size_t kCopyBatch = 64 * kMiB;  // copies of this size reach 99 %
 // Copies out. Batches are ranges of addresses, in order. The destructor ends copies under way.
 class Saver {
  public:
+  using Saved = std::function<void(std::size_t)>;
   virtual ~Saver() = default;
-  // Reserves memory for the contents and begins to copy. The region is unchanged. Throws BackupError.
-  virtual void start() = 0;
+  // Reserves memory for the contents and begins to copy. The region is unchanged. Throws BackupError. `saved` gets the
+  // numbers of batches that are saved while memory is made.
+  virtual void start(const Saved& saved) = 0;
   // Waits until all contents of a batch are saved. If it throws, Backup::saved has the ranges that were saved.
   virtual void wait(std::size_t batch) = 0;
 };
@@ -27,7 +32,26 @@ class Loader {
  public:
   virtual ~Loader() = default;
   virtual void add(Range memory) = 0;  // this range is accessible now
-  virtual void finish() = 0;           // waits for all copies. If it throws, the backup is unchanged
+  // The bytes of copies that have ended since the last call. `waits`: waits for some; 0 means that all have ended. If
+  // it throws, the backup is unchanged.
+  virtual std::size_t arrived(bool waits) = 0;
+};
+
+// Copies in from pinned memory, with a mark behind each kCopyBatch.
+class DirectLoader : public Loader {
+ public:
+  std::size_t arrived(bool waits) final;
+
+ protected:
+  explicit DirectLoader(Driver& driver) : driver_(driver) {}
+  void copy(Address address, const void* host, std::size_t size);
+
+ private:
+  void mark();
+
+  Driver& driver_;
+  std::size_t unmarked_ = 0;                                  // bytes that are queued behind the last mark
+  std::deque<std::pair<Driver::Ticket, std::size_t>> marks_;  // and the bytes before each
 };
 
 // The contents of some parts of a region. A part lies within one segment. Parts are in the order of their offsets.

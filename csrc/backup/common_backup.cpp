@@ -27,7 +27,7 @@ class CommonSaver final : public Saver {
   }
 
   // Before the commit, only the own share: other processes may still prepare.
-  void start() override {
+  void start(const Saved&) override {
     for (std::size_t batch = 0; batch < std::min(kBatchesAhead, batches_.size()); ++batch)
       queue(batch, CommonMemory::Members().set());
   }
@@ -113,22 +113,19 @@ class CommonSaver final : public Saver {
 
 namespace {
 
-class CommonLoader final : public Loader {
+class CommonLoader final : public DirectLoader {
  public:
   CommonLoader(const Blocks& blocks, const CommonMemory& memory, Driver& driver, Ranges wanted)
-      : blocks_(blocks), memory_(memory), driver_(driver), wanted_(std::move(wanted)) {}
+      : DirectLoader(driver), blocks_(blocks), memory_(memory), wanted_(std::move(wanted)) {}
 
   void add(Range memory) override {
     for (const Blocks::Piece& piece : blocks_.cut(intersect(wanted_, {memory})))
-      driver_.copy_in(piece.offset, memory_.at(piece.block) + piece.in_block, piece.size);
+      copy(piece.offset, memory_.at(piece.block) + piece.in_block, piece.size);
   }
-
-  void finish() override { driver_.wait(driver_.mark(Direction::in)); }
 
  private:
   const Blocks& blocks_;
   const CommonMemory& memory_;
-  Driver& driver_;
   const Ranges wanted_;
 };
 

@@ -82,7 +82,7 @@ class DiskCopies final : public Saver, public Loader {
   }
 
   // Reserves the memory, before any thread starts. With fewer blocks or threads than wanted it is slower.
-  void start() override {
+  void start(const Saved&) override {
     const std::size_t wanted = std::min(direction_ == Direction::out ? kWriters : kReaders, blocks_.size());
     threads_.reserve(wanted);
     try {
@@ -108,8 +108,10 @@ class DiskCopies final : public Saver, public Loader {
     changed_.notify_all();
   }
 
-  void finish() override {
-    await([&] { return finished_ == blocks_.size(); });
+  std::size_t arrived(bool waits) override {
+    if (waits) await([&] { return arrived_ > 0 || finished_ == blocks_.size(); });
+    std::lock_guard lock(mutex_);
+    return std::exchange(arrived_, 0);
   }
 
  private:
@@ -183,6 +185,8 @@ class DiskCopies final : public Saver, public Loader {
                        driver_.copy_in(part.offset + done, host, size);
                      });
     driver_.wait(driver_.mark(Direction::in));
+    std::lock_guard lock(mutex_);
+    arrived_ += bytes_of(here);
   }
 
   DiskBackup& backup_;
@@ -195,6 +199,7 @@ class DiskCopies final : public Saver, public Loader {
   std::mutex mutex_;  // guards the following, and `saved` of the backup
   std::condition_variable changed_;
   std::size_t next_ = 0, finished_ = 0;  // blocks
+  std::size_t arrived_ = 0;              // bytes that were loaded since the last arrived()
   RangeSet there_;                       // memory that is accessible
   std::exception_ptr error_;
   bool stopped_ = false;
@@ -245,7 +250,7 @@ std::unique_ptr<Saver> DiskBackup::saver(Driver& driver, Ranges batches) {
 
 std::unique_ptr<Loader> DiskBackup::loader(Driver& driver, Ranges wanted) {
   auto copies = std::make_unique<DiskCopies>(*this, driver, Direction::in, std::move(wanted));
-  copies->start();
+  copies->start({});
   return copies;
 }
 

@@ -18,10 +18,11 @@ class HostSaver final : public Saver {
   }
 
   // If host memory has to be made first, the copies to a slab run while the next slab is made.
-  void start() override {
-    for (std::size_t batch = 0; batch < batches_.size(); ++batch) {
+  void start(const Saved& saved) override {
+    for (std::size_t batch = 0, next = 0; batch < batches_.size(); ++batch) {
       if (backup_.must_grow(batches_[batch].end())) queue_up_to(batch);
       backup_.place(batches_[batch].end());
+      for (; next < tickets_.size() && (tickets_[next] == nullptr || driver_.done(tickets_[next])); ++next) saved(next);
     }
     queue_up_to(std::min(kAhead, batches_.size()));
   }
@@ -64,21 +65,18 @@ class HostSaver final : public Saver {
   std::vector<Driver::Ticket> tickets_;  // null: nothing to copy
 };
 
-class HostLoader final : public Loader {
+class HostLoader final : public DirectLoader {
  public:
   HostLoader(HostBackup& backup, Driver& driver, Ranges wanted)
-      : backup_(backup), driver_(driver), wanted_(std::move(wanted)) {}
+      : DirectLoader(driver), backup_(backup), wanted_(std::move(wanted)) {}
 
   void add(Range memory) override {
     for (const HostBackup::Piece& piece : backup_.pieces(intersect(wanted_, {memory})))
-      driver_.copy_in(piece.offset, piece.host, piece.size);
+      copy(piece.offset, piece.host, piece.size);
   }
-
-  void finish() override { driver_.wait(driver_.mark(Direction::in)); }
 
  private:
   HostBackup& backup_;
-  Driver& driver_;
   const Ranges wanted_;
 };
 

@@ -1,6 +1,7 @@
 #include "backup/pieced_backup.h"
 
 #include <algorithm>
+#include <deque>
 #include <limits>
 #include <utility>
 
@@ -25,7 +26,7 @@ class PiecedBackup::PieceSaver final : public Saver {
     whole_.kept_ += piece_->bytes();
     whole_.pieces_.push_back(std::move(piece_));
   }
-  void start() override { saver_->start(); }
+  void start(const Saved& saved) override { saver_->start(saved); }
   void wait(std::size_t batch) override { saver_->wait(batch); }
 
  private:
@@ -51,22 +52,26 @@ class PiecedBackup::PiecesLoader final : public Loader {
     for (const auto& each : loaders_) each->add(memory);
     if (!later_.empty()) there_.push_back(memory);
   }
-  void finish() override {
-    for (auto& each : loaders_) {
-      each->finish();
-      each.reset();
+  std::size_t arrived(bool waits) override {
+    std::size_t bytes = 0;
+    for (const auto& each : loaders_)
+      if (!waits) bytes += each->arrived(false);
+    while (waits && bytes == 0 && !(loaders_.empty() && later_.empty())) {
+      if (loaders_.empty()) {
+        loaders_.push_back(later_.front().first->loader(driver_, std::move(later_.front().second)));
+        later_.pop_front();
+        for (const Range& memory : there_) loaders_.back()->add(memory);
+      }
+      bytes = loaders_.front()->arrived(true);
+      if (bytes == 0) loaders_.pop_front();
     }
-    for (const auto& [piece, wanted] : later_) {
-      const auto loader = piece->loader(driver_, wanted);
-      for (const Range& memory : there_) loader->add(memory);
-      loader->finish();
-    }
+    return bytes;
   }
 
  private:
   Driver& driver_;
-  std::vector<std::unique_ptr<Loader>> loaders_;
-  std::vector<std::pair<Backup*, Ranges>> later_;
+  std::deque<std::unique_ptr<Loader>> loaders_;
+  std::deque<std::pair<Backup*, Ranges>> later_;
   Ranges there_;
 };
 

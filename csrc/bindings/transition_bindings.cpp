@@ -92,7 +92,8 @@ void bind_transitions(nb::module_& module) {
       .def("begin", &OwnedTransition::begin, unlocked)
       .def("abort", &OwnedTransition::abort, unlocked)
       .def_prop_ro("stages", &OwnedTransition::stages)
-      .def_prop_ro("events", &OwnedTransition::events)  // [(device, kind, began, ended, bytes, [(pid, bytes)])]
+      .def_prop_ro("events", &OwnedTransition::events)      // [(device, kind, began, ended, bytes, [(pid, bytes)])]
+      .def_prop_ro("progress", &OwnedTransition::progress)  // bytes of contents that are copied, and of all to copy
       .def_prop_ro("pausing", &OwnedTransition::pausing, nb::rv_policy::reference)
       .def_prop_ro("resuming", &OwnedTransition::resuming, nb::rv_policy::reference)
       .def_prop_ro("continued", &OwnedTransition::continued, nb::rv_policy::reference)

@@ -38,7 +38,7 @@ Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, c
     region.allow(slots);
     const std::vector<Ranges> batches = in_batches(slots, kCopyBatch);
     saver = backup.saver(driver, spans_of(batches));
-    saver->start();
+    saver->start([](std::size_t) {});
     for (std::size_t batch = 0; batch < batches.size(); ++batch) {
       if (batch > 0 && look) look();
       saver->wait(batch);

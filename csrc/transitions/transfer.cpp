@@ -223,6 +223,10 @@ void Transfer::reserve_and_start(bool chunks) {
     with_chunks([&](ChunkRequest& request, bool snug) { lay_out(request, snug, use); }, give_back);
     for (Coming& coming : coming_) open(coming);
   }
+  for (Leaving& leaving : leaving_)
+    for (const Range& span : leaving.copies() ? spans_of(leaving.batches) : Ranges())
+      stages_.bytes_planned += leaving.to_count.emplace_back(
+          bytes_of(leaving.backup->saved.missing_from(intersect(leaving.backup->runs(), {span}))));
   for (Leaving& leaving : leaving_) {
     if (!leaving.copies() || leaving.batches.empty()) continue;
     stages_.enter("backup");
@@ -230,7 +234,8 @@ void Transfer::reserve_and_start(bool chunks) {
     leaving.saver = leaving.backup->saver(*device_.driver, spans_of(leaving.batches));
     const Deadline late = std::max(bounds_.whole, now() + kOneLook);
     begins(copies_out_at_);
-    leaving.saver->start();  // may wait until host memory is made
+    leaving.saver->start(  // may wait until host memory is made
+        [&](std::size_t batch) { stages_.bytes_copied += std::exchange(leaving.to_count[batch], 0); });
     if (now() >= late)
       throw WaitTimeoutError(
           "pinned host memory for region '" + leaving.region->tag + "' was not ready within the timeout", "backup", 0);
@@ -408,7 +413,10 @@ void Transfer::let_go(Leaving& leaving) {
   for (std::size_t batch = 0; batch < leaving.batches.size(); ++batch) {
     std::vector<Chunk> freed;
     try {
-      if (leaving.saver != nullptr) leaving.saver->wait(batch);
+      if (leaving.saver != nullptr) {
+        leaving.saver->wait(batch);
+        stages_.bytes_copied += std::exchange(leaving.to_count[batch], 0);
+      }
       if (const auto error = leaving.region->unmap(leaving.batches[batch], &freed); error && !refused_)
         refused_ = std::make_exception_ptr(*error);
     } catch (...) {
@@ -454,11 +462,24 @@ void Transfer::come_in_alone(ChunkRequest& request, bool snug) {
   }
 }
 
-// Makes the loader, once until undo() destroys it.
+void Transfer::count_arrived(Coming& coming, std::size_t bytes) {
+  coming.arrived += bytes;
+  stages_.bytes_copied += bytes;
+}
+
+// Makes the loader, once until close().
 void Transfer::open(Coming& coming) {
-  Region& region = *coming.region;
-  if (coming.loader == nullptr && !coming.wanted.empty())
-    coming.loader = region.backup()->loader(*device_.driver, coming.wanted);
+  if (coming.loader != nullptr || coming.wanted.empty()) return;
+  coming.loader = coming.region->backup()->loader(*device_.driver, coming.wanted);
+  stages_.bytes_planned += bytes_of(coming.wanted);
+}
+
+// Before the end of the copies: another attempt copies all contents.
+void Transfer::close(Coming& coming) noexcept {
+  if (coming.loader == nullptr) return;
+  coming.loader.reset();
+  stages_.bytes_copied -= std::exchange(coming.arrived, 0);
+  stages_.bytes_planned -= bytes_of(coming.wanted);
 }
 
 // Uses offered chunks, and those that a refused unmap or a failed copy left mapped. The access of these is unknown.
@@ -524,6 +545,7 @@ void Transfer::load(Coming& coming, Range range) {
   if (coming.loader == nullptr) return;
   begins(copies_in_at_);
   coming.loader->add(range);
+  count_arrived(coming, coming.loader->arrived(false));
 }
 
 void Transfer::finish_coming() {
@@ -533,7 +555,7 @@ void Transfer::finish_coming() {
   const std::size_t copied_out = moved_.copied_bytes;
   for (Coming& coming : coming_) {
     if (coming.loader == nullptr) continue;
-    coming.loader->finish();
+    while (const std::size_t bytes = coming.loader->arrived(true)) count_arrived(coming, bytes);
     coming.loader.reset();
     moved_.copied_bytes += bytes_of(coming.wanted);
   }
@@ -564,7 +586,7 @@ void Transfer::release(Coming& coming) noexcept {
   Region& region = *coming.region;
   region.unmap(std::exchange(coming.offered, {}), nullptr);
   if (region.offered_bytes() == 0 || !std::exchange(coming.claimed, false)) return;
-  coming.loader.reset();
+  close(coming);
   std::lock_guard lock(core().mutex);
   region.claim(false);
 }
@@ -572,7 +594,7 @@ void Transfer::release(Coming& coming) noexcept {
 void Transfer::undo() noexcept {
   if (!under_way_) return;
   for (Leaving& leaving : leaving_) leaving.saver.reset();
-  for (Coming& coming : coming_) coming.loader.reset();
+  for (Coming& coming : coming_) close(coming);
   copies_in_at_.reset();
   if (!drain_copies(*device_.driver)) core().mark_lost(device_);
   copying_.reset();

@@ -5,6 +5,7 @@
 // to their source.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <deque>
 #include <exception>
@@ -73,6 +74,9 @@ class Stages {
     return events_;
   }
 
+  // Bytes of contents, of both directions. For a report: copied in steps of about kCopyBatch.
+  std::atomic<std::size_t> bytes_planned = 0, bytes_copied = 0;
+
  private:
   static constexpr std::size_t kMost = 32;  // devices may alternate between two stages
   void add(const Device& device, const char* kind, const MemoryWait& span);
@@ -134,6 +138,7 @@ class Transfer {
     std::vector<Slot> offers = {};             // the other chunks of a lazy pause
     std::unique_ptr<Saver> saver = nullptr;    // null: nothing to copy
     std::size_t copied_before = 0;
+    std::vector<std::size_t> to_count = {};  // bytes of each batch, 0 once they count as copied
     bool copies() const { return backup != nullptr && !backup->complete(); }
   };
   struct Coming {
@@ -142,6 +147,7 @@ class Transfer {
     bool fills;       // zeros or poison are written to all memory, since no contents are copied in
     Mapping mapping;  // unmaps unless committed
     std::unique_ptr<Loader> loader = nullptr;
+    std::size_t arrived = 0;         // bytes that count as copied
     std::vector<Slot> run = {};      // mapped slots without access yet
     std::size_t to_come = 0;         // chunks still to be mapped
     std::vector<Slot> kept = {};     // chunks with their contents: offered, or left from a refusal in an earlier pause
@@ -177,7 +183,9 @@ class Transfer {
   void with_chunks(Attempt attempt, GiveBack give_back);
   void let_go(Leaving& leaving);
   void come_in_alone(ChunkRequest& request, bool snug);
+  void count_arrived(Coming& coming, std::size_t bytes);
   void open(Coming& coming);
+  void close(Coming& coming) noexcept;
   void use_kept(Coming& coming);
   void put(Coming& coming, Slot slot, Chunk chunk);
   void give_access(Coming& coming);

@@ -188,6 +188,8 @@ void Transition::begin() {
       if (given.late) throw_late("backup", "chunks that an earlier, lazy pause had offered were copied out");
       outcome_.released_bytes += given.bytes;
       outcome_.copied_bytes += given.copied;
+      stages_.bytes_planned += given.copied;
+      stages_.bytes_copied += given.copied;
     }
   mark();
   stages_.enter("readers");

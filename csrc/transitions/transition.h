@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "regions/core.h"
@@ -48,9 +49,10 @@ class Transition {
   // again, with their backups, and nothing may work on them.
   Outcome run(const std::function<void()>& arrived = {});
   // The stages so far. The waits are "queue", "readers", "launches", "device", "memory" and "backup". In "move" chunks
-  // and contents move. Any thread may call this.
+  // and contents move. Any thread may call these.
   std::vector<Stages::Begun> stages() const { return stages_.begun(); }
   std::vector<Stages::Event> events() const { return stages_.events(); }
+  std::pair<std::size_t, std::size_t> progress() const { return {stages_.bytes_copied, stages_.bytes_planned}; }
   void abort();  // leaves the queues, and undoes all steps that run() has not committed
 
  private:

@@ -354,6 +354,7 @@ enum Kind { kError, kMemory, kAfter, kLost };
 struct Call {
   std::uint64_t count = 0;
   bool is_held = false;
+  std::uint64_t passes = 0;  // calls that a hold lets pass first
   int stopped = 0;
   Clock::duration delay{};
   Result code = kSuccess;
@@ -397,14 +398,14 @@ Failure failure_of(const char* name, bool is_counted) {
     std::this_thread::sleep_for(call.delay);
     lock.lock();
   }
-  call.stopped += call.is_held;
-  const bool was_held = call.is_held;
-  if (!all.changed.wait_for(lock, kLongestStop, [&] { return !call.is_held; })) {
+  ++call.stopped;
+  if (!all.changed.wait_for(lock, kLongestStop, [&] { return !call.is_held || call.passes > 0; })) {
     call.is_held = false;
     all.overdue = name;
     all.changed.notify_all();
   }
-  call.stopped -= was_held;
+  --call.stopped;
+  if (call.passes > 0) --call.passes;
   if (call.times > 0 && call.after == 0) {
     --call.times;
     return {kError, call.code};
@@ -571,9 +572,10 @@ void controls_delay(const char* name, double seconds) {
   call_of(faults(), name).delay = ticks(seconds);
 }
 
-void controls_hold(const char* name, int on) {
+void controls_hold(const char* name, int on, std::uint64_t after) {
   const std::lock_guard lock(faults().mutex);
   call_of(faults(), name).is_held = on != 0;
+  call_of(faults(), name).passes = after;
   faults().changed.notify_all();
 }
 
@@ -597,7 +599,8 @@ std::uint64_t controls_count(const char* name) {
 void controls_disarm() {
   controls_arm(0, kError, "");
   const std::lock_guard lock(faults().mutex);
-  for (auto& [name, call] : faults().by_name) call.is_held = false, call.delay = {}, call.times = call.after = 0;
+  for (auto& [name, call] : faults().by_name)
+    call.is_held = false, call.delay = {}, call.passes = call.times = call.after = 0;
   faults().changed.notify_all();
 }
 

@@ -33,8 +33,9 @@ std::uint64_t controls_calls();  // since then
 // After so many calls of this name, the next `times` return a code.
 void controls_fail(const char* name, int code, std::uint64_t times, std::uint64_t after);
 void controls_delay(const char* name, double seconds);
-// Calls of this name stop before they are made. False: they continue, as they do after 20 seconds.
-void controls_hold(const char* name, int on);
+// Calls of this name stop before they are made, once `after` of them have passed. False: they continue, as they do
+// after 20 seconds.
+void controls_hold(const char* name, int on, std::uint64_t after);
 int controls_stopped(const char* name);          // the calls that are stopped now
 const char* controls_overdue();                  // a call that continued after 20 seconds, since this was asked
 std::uint64_t controls_count(const char* name);  // of all calls of this name
