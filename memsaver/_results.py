@@ -1,22 +1,32 @@
-"""The result of a transition, now or later; threads that run functions for later results; the last transitions."""
+"""The result of a transition, now or later; threads that run functions for later results; the last transitions.
+
+Also the progress of a transition under way: a bar, or lines of the log.
+"""
 
 from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
+import sys
 import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from memsaver import _core, trace
+from memsaver.errors import gib
+
+log = logging.getLogger("memsaver")
 
 _T = TypeVar("_T")
 _EXIT_S = 4.0  # at the exit of the interpreter, for calls of daemon threads under way
@@ -312,3 +322,67 @@ def history() -> list[TransitionRecord]:
         (('weights',), (), 'done', 'queue')
     """
     return [each.record() for each in list(_recorders)]
+
+
+_DRAW_S, _LOG_S = 0.1, 1.0  # between two looks at the progress
+_CLOSE_S = 1.0  # for the last drawing: a terminal may be stopped
+
+
+Display = Callable[[Recorder], AbstractContextManager[None]]
+
+
+def display(progress: bool) -> Display | None:
+    """Returns a function: during its context a thread shows the progress of the transition. None: it is not wanted.
+
+    Raises TypeError unless a bool, ModuleNotFoundError with the extra to install if a bar needs it.
+    """
+    if progress is False:
+        return None
+    if progress is not True:
+        raise TypeError(f"progress is {progress!r}, expected True or False")
+    try:
+        is_terminal = sys.stderr.isatty()
+    except (AttributeError, ValueError):  # there is none, or it is closed
+        is_terminal = False
+    if not is_terminal:
+        return partial(_shown, None)
+    try:
+        tqdm = import_module("tqdm").tqdm
+    except ModuleNotFoundError:
+        text = "progress=True needs tqdm; expected it from pip install 'memsaver[progress]'"
+        raise ModuleNotFoundError(text, name="tqdm") from None
+    # It starts no thread, and has a lock of its own: after an error of the terminal tqdm does not release the lock.
+    return partial(_shown, type("Bar", (tqdm,), {"monitor_interval": 0, "_lock": threading.RLock()}))
+
+
+@contextmanager
+def _shown(bar: Any, recorder: Recorder) -> Iterator[None]:
+    """``bar``: its class. None: lines of the log."""
+    ended = threading.Event()
+    thread = daemon(partial(_show, recorder, ended, bar), "memsaver progress", ended.set)
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(_CLOSE_S)
+
+
+def _show(recorder: Recorder, ended: threading.Event, bar: Any) -> None:
+    title = trace.title_of(recorder._pause, recorder._resume)
+
+    def look() -> tuple[int, int, str]:
+        stages = recorder.record().stages
+        return *recorder.core().progress, stages[-1].name if stages else ""
+
+    with suppress(Exception):  # of the terminal, or since the transition was dropped
+        if bar is None:
+            while not ended.wait(_LOG_S) and recorder._ended is None:
+                copied, planned, stage = look()
+                log.info("%s: %s of %s copied, in stage %r", title, gib(copied), gib(planned), stage)
+            return
+        with bar(desc=title, unit="B", unit_scale=True, unit_divisor=1024, file=sys.stderr) as drawn:
+            is_last = False
+            while not is_last:
+                is_last = ended.wait(_DRAW_S) or recorder._ended is not None  # an interrupt has no time for `ended`
+                drawn.n, drawn.total, stage = look()
+                drawn.set_postfix_str(stage)

@@ -194,6 +194,7 @@ class Region:
         lazy: LazyMode | None = None,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
+        progress: bool = False,
     ) -> Transition:
         """Releases the region's memory and keeps its addresses, as ``memsaver.pause()`` does, with its errors.
 
@@ -202,6 +203,7 @@ class Region:
             lazy: As for ``memsaver.pause()``.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             reader_timeout: Seconds to wait for other processes that are attached to the region.
+            progress: As for ``memsaver.pause()``.
 
         Returns:
             The transition.
@@ -216,7 +218,7 @@ class Region:
 
         bounds = Bounds(timeout, reader_timeout=reader_timeout)
         _ = self._core  # raises if the region was closed
-        return transition(Chosen([self]), NOTHING, bounds, backup=backup, lazy=lazy)
+        return transition(Chosen([self]), NOTHING, bounds, backup=backup, lazy=lazy, progress=progress)
 
     def resume(
         self,
@@ -224,6 +226,7 @@ class Region:
         restore: Restore = True,
         timeout: float | None = None,
         memory_timeout: float | None = None,
+        progress: bool = False,
     ) -> Transition:
         """Maps memory and copies back the contents, as ``memsaver.resume()`` does, with its errors.
 
@@ -231,6 +234,7 @@ class Region:
             restore: False leaves the contents undefined, for a region that is about to be overwritten.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             memory_timeout: Seconds to wait for memory that others hold.
+            progress: As for ``memsaver.pause()``.
 
         Returns:
             The transition.
@@ -245,7 +249,7 @@ class Region:
 
         bounds = Bounds(timeout, memory_timeout)
         _ = self._core
-        return transition(NOTHING, Chosen([self]), bounds, restore=restore)
+        return transition(NOTHING, Chosen([self]), bounds, restore=restore, progress=progress)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits for the resume of a region that comes late in its phase: see ``memsaver.define_phase()``.

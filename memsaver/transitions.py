@@ -9,6 +9,7 @@ from contextlib import suppress
 from memsaver import policies
 from memsaver._adapter import loaded
 from memsaver._moves import Move, active
+from memsaver._results import Display, display
 from memsaver._results import Transition as Transition
 from memsaver._results import TransitionFuture as TransitionFuture
 from memsaver._results import in_thread as in_thread
@@ -23,6 +24,7 @@ def pause(
     lazy: Lazy = None,
     timeout: float | None = None,
     reader_timeout: float = READERS_S,
+    progress: bool = False,
 ) -> Transition:
     """Releases the device memory of regions and keeps their addresses, after waiting for the device's work.
 
@@ -42,12 +44,15 @@ def pause(
         timeout: Seconds for the whole call up to its commit, with all of its waits. None: no bound.
         reader_timeout: Seconds to wait for other processes that have tensors of the regions. Of two bounds the earlier
             one ends the wait.
+        progress: True shows the copied bytes and the stage: as a bar (``pip install 'memsaver[progress]'``), or, if
+            stderr is no terminal, as a line per second of the logger ``memsaver``, with the level INFO.
 
     Returns:
         The transition.
 
     Raises:
         TypeError: An argument has a wrong type.
+        ModuleNotFoundError: ``progress`` needs tqdm for a bar.
         ValueError: A tag has no region, a policy does not exist, or a bound is negative.
         BackupError: Host memory or disk space is short. Nothing has changed.
         SameError: Regions with one ``same_as`` have different contents. Nothing has changed.
@@ -64,7 +69,7 @@ def pause(
         ('weights', 'kv_cache')
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
-    return transition(choose(tags), NOTHING, bounds, backup=backup, lazy=lazy)
+    return transition(choose(tags), NOTHING, bounds, backup=backup, lazy=lazy, progress=progress)
 
 
 def resume(
@@ -73,6 +78,7 @@ def resume(
     restore: Restore = True,
     timeout: float | None = None,
     memory_timeout: float | None = None,
+    progress: bool = False,
 ) -> Transition:
     """Maps memory under the addresses of paused regions, and copies back the contents that have a backup.
 
@@ -85,6 +91,7 @@ def resume(
         timeout: Seconds for the whole call up to its commit. None: no bound.
         memory_timeout: Seconds to wait for memory that others hold. 0: no wait. None: as
             ``configure(memory_timeout=...)`` says. Of two bounds the earlier one ends the wait.
+        progress: As for ``pause()``.
 
     Returns:
         The transition.
@@ -104,7 +111,7 @@ def resume(
         ('weights',)
     """
     bounds = Bounds(timeout, memory_timeout)
-    return transition(NOTHING, choose(tags), bounds, restore=restore)
+    return transition(NOTHING, choose(tags), bounds, restore=restore, progress=progress)
 
 
 def switch(
@@ -117,6 +124,7 @@ def switch(
     timeout: float | None = None,
     memory_timeout: float | None = None,
     reader_timeout: float = READERS_S,
+    progress: bool = False,
 ) -> Transition:
     """Pauses and resumes regions in one transition. Contents are copied in both directions at once.
 
@@ -132,6 +140,7 @@ def switch(
         timeout: Seconds for the whole call up to its commit. None: no bound.
         memory_timeout: As for ``resume()``.
         reader_timeout: As for ``pause()``.
+        progress: As for ``pause()``.
 
     Returns:
         The transition.
@@ -150,7 +159,7 @@ def switch(
     """
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     leaving, coming = choose(pause, "pause"), choose(resume, "resume")
-    return transition(leaving, coming, bounds, backup=backup, lazy=lazy, restore=restore)
+    return transition(leaving, coming, bounds, backup=backup, lazy=lazy, restore=restore, progress=progress)
 
 
 def start(
@@ -163,6 +172,7 @@ def start(
     timeout: float | None = None,
     memory_timeout: float | None = None,
     reader_timeout: float = READERS_S,
+    progress: bool = False,
 ) -> TransitionFuture:
     """Starts the transition of ``switch()`` in the background.
 
@@ -177,6 +187,7 @@ def start(
         timeout: As for ``switch()``. The seconds begin with this call.
         memory_timeout: As for ``switch()``.
         reader_timeout: As for ``switch()``.
+        progress: As for ``pause()``, until the end of the transition.
 
     Returns:
         The future of the transition, whose ``result()`` and ``await`` raise its errors.
@@ -192,18 +203,25 @@ def start(
     """
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     leaving, coming = choose(pause, "pause"), choose(resume, "resume")
-    return started(leaving, coming, bounds, backup=backup, lazy=lazy, restore=restore)
+    return started(leaving, coming, bounds, backup=backup, lazy=lazy, restore=restore, progress=progress)
 
 
 def started(
-    pause: Chosen, resume: Chosen, bounds: Bounds, *, backup: Backup = None, lazy: Lazy = None, restore: Restore = True
+    pause: Chosen,
+    resume: Chosen,
+    bounds: Bounds,
+    *,
+    backup: Backup = None,
+    lazy: Lazy = None,
+    restore: Restore = True,
+    progress: bool = False,
 ) -> TransitionFuture:
     """``transition()`` in the background. Its regions are in the order of the calls."""
-    future = TransitionFuture()
+    future, shown = TransitionFuture(), display(progress)
     # To be taken once: after an interrupt its thread may run or not.
     queued = [_queued(pause, resume, bounds, backup, restore, thread=None, lazy=lazy)]
     try:
-        in_thread(lambda: _run(queued.pop()), "memsaver transition", future)
+        in_thread(lambda: _run(queued.pop(), shown), "memsaver transition", future)
     except BaseException as error:
         with suppress(IndexError):
             if (move := queued.pop()) is not None:
@@ -220,11 +238,13 @@ def transition(
     backup: Backup = None,
     lazy: Lazy = None,
     restore: Restore = True,
+    progress: bool = False,
 ) -> Transition:
     """Changes the state of regions. See ``switch()``. A tag of guests moves only if it is among those of a side."""
+    shown = display(progress)
     move = _queued(pause, resume, bounds, backup, restore, threading.get_ident(), lazy)
     try:
-        return _run(move)
+        return _run(move, shown)
     except BaseException as error:
         if move is not None:
             move.fail(error)  # also after an interrupt before it ran
@@ -264,8 +284,13 @@ def _queued(
     return Move(pause, resume, thread, bounds, kept, restored, lazily)
 
 
-def _run(move: Move | None) -> Transition:
-    return Transition() if move is None else move.run()
+def _run(move: Move | None, shown: Display | None) -> Transition:
+    if move is None:
+        return Transition()
+    if shown is None:
+        return move.run()
+    with shown(move.recorder):
+        return move.run()
 
 
 class Prepared:

@@ -481,6 +481,14 @@ REWRITES = [
         ["unit/test_trace.py::test_each_transition_is_a_range_of_nvtx_however_it_ends"],
     ),
     Rewrite(
+        "a_display_outlives_an_interrupted_call",
+        "progress: the thread ends only if the call had the time to stop it",
+        "memsaver/_results.py",
+        " and recorder._ended is None",
+        "",
+        ["unit/test_progress.py::test_an_interrupt_while_the_display_begins_ends_it"],
+    ),
+    Rewrite(
         "gauges_of_ray_keep_closed_regions",
         "metrics: a gauge of Ray keeps the bytes of a region that was closed",
         "memsaver/metrics.py",

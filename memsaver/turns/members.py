@@ -92,6 +92,7 @@ class Colocated:
         lazy: Lazy = None,
         timeout: float | None = None,
         reader_timeout: float = READERS_S,
+        progress: bool = False,
     ) -> Transition:
         """Drains, and pauses regions of this process as ``memsaver.pause()`` does, with its errors.
 
@@ -102,6 +103,7 @@ class Colocated:
             timeout: Seconds for the whole call up to its commit. The time of the drain counts, but the bound does not
                 interrupt the drain. None: no bound.
             reader_timeout: Seconds to wait for attached processes.
+            progress: As for ``memsaver.pause()``.
 
         Returns:
             The transition.
@@ -109,7 +111,8 @@ class Colocated:
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         names = list(regions.choose(tags).tags)
         _drain(self, names)
-        return memsaver.pause(names, backup=backup, lazy=lazy, **_pause_options(bounds.left(since)))
+        bounded = _pause_options(bounds.left(since))
+        return memsaver.pause(names, backup=backup, lazy=lazy, progress=progress, **bounded)
 
     def resume(
         self,
@@ -118,6 +121,7 @@ class Colocated:
         restore: Restore = True,
         timeout: float | None = None,
         memory_timeout: float | None = None,
+        progress: bool = False,
     ) -> Transition:
         """Resumes regions of this process as ``memsaver.resume()`` does, with its errors.
 
@@ -126,11 +130,12 @@ class Colocated:
             restore: False leaves the contents undefined. For all tags, or ``{tag: bool}``.
             timeout: Seconds for the whole call up to its commit. None: no bound.
             memory_timeout: Seconds to wait for memory that others hold. None: as ``memsaver.resume()`` waits.
+            progress: As for ``memsaver.pause()``.
 
         Returns:
             The transition.
         """
-        return memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout)
+        return memsaver.resume(tags, restore=restore, timeout=timeout, memory_timeout=memory_timeout, progress=progress)
 
     def colocated_drain(self, tags: Sequence[str]) -> None:
         """Prepares the actor for the pause of these tags. To be overridden; this method does nothing.

@@ -95,6 +95,7 @@ def phase(
     timeout: float | None = None,
     memory_timeout: float | None = None,
     reader_timeout: float = READERS_S,
+    progress: bool = False,
 ) -> AbstractContextManager[Transition]:
     """Enters a phase in a with statement: of all regions in any phase, exactly those of this phase are resident.
 
@@ -111,6 +112,7 @@ def phase(
         timeout: Seconds for the transition up to its commit. None: no bound.
         memory_timeout: Seconds to wait for memory that others hold, as for ``memsaver.resume()``.
         reader_timeout: Seconds to wait for attached processes.
+        progress: As for ``memsaver.pause()``, of the transition.
 
     Returns:
         A context manager. Its value is the transition into the phase.
@@ -134,11 +136,13 @@ def phase(
     bounds = Bounds(timeout, memory_timeout, reader_timeout)
     if isinstance(backup, str):
         check_backup(backup)
-    return _entered_phase(name, bounds, backup, lazy, restore)
+    return _entered_phase(name, bounds, backup, lazy, restore, progress)
 
 
 @contextmanager
-def _entered_phase(name: str, bounds: Bounds, backup: Backup, lazy: Lazy, restore: Restore) -> Iterator[Transition]:
+def _entered_phase(
+    name: str, bounds: Bounds, backup: Backup, lazy: Lazy, restore: Restore, progress: bool
+) -> Iterator[Transition]:
     entered = _phases[name]
     every = regions.all_regions()
     known = regions.known_tags(every)
@@ -160,7 +164,7 @@ def _entered_phase(name: str, bounds: Bounds, backup: Backup, lazy: Lazy, restor
     if (torch := loaded()) is not None:  # before anything moves
         torch.check_pausable(active(later.regions), None)
     pausing: dict[str, Any] = {"backup": _of(outward, backup), "lazy": _of(outward, lazy)}
-    moved = transition(outward, inward, bounds, **pausing, restore=_of(inward, restore))
+    moved = transition(outward, inward, bounds, **pausing, restore=_of(inward, restore), progress=progress)
     late_tags.forget([*leaving, *staying])
     if later.tags or inward_late.tags:
         pausing = {"backup": _of(later, backup), "lazy": _of(later, lazy)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 import memsaver
-from memsaver import _guests, _moves
+from memsaver import _guests, _moves, _results
 from memsaver._adapter import adapter
 from memsaver.turns import phases
 from memsaver.turns.members import Colocated
@@ -87,6 +88,7 @@ def regions(fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> It
     """Two regions of which one has a backup, with guests and phases."""
     adapter()  # a module that is imported later would keep the function that is patched here
     monkeypatch.setattr(phases, "_phases", {})
+    monkeypatch.setattr(_results, "_LOG_S", 0.01)
     found = [memsaver.region(fresh_tag(), device="cpu", backup=backup) for backup in ("host", "none")]
     guests = [Visitor("first", found[0].tag), Visitor("both", [each.tag for each in found])]
     for guest in guests:
@@ -117,11 +119,16 @@ def background(first: memsaver.Region, second: memsaver.Region) -> None:
     moving.result(BOUND_S)
 
 
+def shown(first: memsaver.Region, second: memsaver.Region) -> None:
+    first.pause(progress=True)
+    first.resume(progress=True)
+
+
 def close(first: memsaver.Region, second: memsaver.Region) -> None:
     memsaver.region(f"{first.tag} closed", device="cpu").close()
 
 
-@pytest.mark.parametrize("call", [phase, switch, background, close], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [phase, switch, background, shown, close], ids=lambda call: call.__name__)
 def test_an_interrupt_at_any_place_blocks_no_later_call(
     regions: list[memsaver.Region], call: Callable[[memsaver.Region, memsaver.Region], None]
 ) -> None:
@@ -149,6 +156,7 @@ def test_an_interrupt_at_any_place_blocks_no_later_call(
             pytest.fail(f"{where}: {error}")
         assert [each["state"] for each in _guests.rows()] == ["here", "here"], where
         assert not _guests._movers, where
+        until(lambda: not [each for each in threading.enumerate() if each.name == "memsaver progress"])
         if n % 50 == 0:
             assert [each for each in memsaver.history() if each.outcome == "running"] == [], where
         held.check()

@@ -1,0 +1,377 @@
+"""The progress of calls: copied bytes while they are copied, and the bar or the lines of the log over them."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import memsaver
+from memsaver import _core, _results
+from memsaver.turns import phases
+from memsaver.turns.members import Colocated
+from tests import controls
+from tests.support import MIB, Block, run_clean, until
+
+Make = Callable[..., memsaver.Region]
+BATCH, ALL = 64 * MIB, 192 * MIB  # of copies, and of a region
+
+
+class Terminal(io.StringIO):
+    is_terminal = True
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+
+@pytest.fixture
+def stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """In the place of sys.stderr, which pytest sets at the begin of the test."""
+    made = Terminal()
+    monkeypatch.setattr(_results, "sys", SimpleNamespace(stderr=made))
+    return made
+
+
+def under_way() -> Any:
+    """The transition of the core that began last."""
+    return _results._recorders[-1].core()
+
+
+def is_shown() -> bool:
+    return any(each.name == "memsaver progress" for each in threading.enumerate())
+
+
+def warm(region: memsaver.Region) -> Block:
+    """A block in the region, with host memory for it."""
+    block = Block(region, ALL)
+    region.pause()
+    region.resume()
+    return block
+
+
+# The bytes of the core
+
+
+def test_copied_bytes_advance_with_each_batch_in_both_directions(make: Make) -> None:
+    region = make("host")
+    block = warm(region)
+    controls.virtual_clock(True)  # copies are late until somebody waits for them
+    controls.copies_delay(1.0)
+    moves: list[dict[str, Any]] = [{"pause": region}, {"resume": region}]
+    for move in moves:
+        controls.hold("cuEventSynchronize")
+        moving = memsaver.start(**move)
+        until(lambda: controls.stopped("cuEventSynchronize"))
+        core = under_way()
+        assert core.progress == (0, ALL)
+        for copied in (BATCH, 2 * BATCH):
+            controls.hold("cuEventSynchronize", after=1)
+            until(lambda: core.progress == (copied, ALL))  # noqa: B023
+        controls.go_on("cuEventSynchronize")
+        assert moving.result(60).copied_bytes == ALL
+        assert core.progress == (ALL, ALL)
+    block.check()
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["whole", "in pieces"])
+def test_copies_count_while_later_memory_is_mapped(make: Make, lazy: bool) -> None:
+    region = make("host")
+    block = warm(region)
+    region.pause(lazy=lazy)
+    region.pause(lazy=False)  # chunks that are offered are copied, in pieces
+    controls.hold("cuMemSetAccess", after=1)
+    moving = memsaver.start(resume=region)
+    until(lambda: controls.stopped("cuMemSetAccess"))  # that of the second batch
+    _core.open_driver("cpu").synchronize()
+    controls.hold("cuMemMap")  # of the third batch
+    controls.go_on("cuMemSetAccess")
+    until(lambda: controls.stopped("cuMemMap"))
+    copied, planned = under_way().progress
+    assert BATCH <= copied <= 2 * BATCH and planned == ALL
+    controls.go_on("cuMemMap")
+    moving.result(60)
+    block.check()
+
+
+def test_copies_count_while_host_memory_is_made(make: Make, tmp_path: Path) -> None:
+    region = make("host")
+    block = Block(region, ALL)
+    memsaver.release_host_memory()
+    (tmp_path / "proc").mkdir()
+    kib = (1024 + 20) * 1024 + (2 << 20) // 10
+    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {2 << 20} kB\nMemAvailable: {kib} kB\n")
+    controls.system_files(tmp_path)  # near the limit a process takes a batch at once
+    try:
+        controls.hold("cuMemHostRegister", after=1)
+        moving = memsaver.start(pause=region)
+        until(lambda: controls.stopped("cuMemHostRegister"))  # for the second batch
+        _core.open_driver("cpu").synchronize()
+        controls.hold("cuMemcpyDtoHAsync")
+        controls.go_on("cuMemHostRegister")
+        until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
+        assert under_way().progress == (BATCH, ALL)
+        controls.go_on("cuMemcpyDtoHAsync")
+        moving.result(60)
+    finally:
+        controls.system_files(None)
+    region.resume()
+    block.check()
+
+
+def test_blocks_of_a_file_count_one_by_one(make: Make, tmp_path: Path) -> None:
+    memsaver.configure(disk_dir=tmp_path)
+    region = make("disk")
+    block = Block(region, ALL)
+    controls.hold("cuMemcpyDtoHAsync", after=12)  # of 8 MiB
+    moving = memsaver.start(pause=region)
+    until(lambda: under_way().progress == (BATCH, ALL))
+    assert controls.stopped("cuMemcpyDtoHAsync")
+    controls.go_on("cuMemcpyDtoHAsync")
+    moving.result(60)
+    controls.hold("cuMemcpyHtoDAsync", after=3)
+    moving = memsaver.start(resume=region)
+    until(lambda: under_way().progress == (24 * MIB, ALL))
+    assert controls.stopped("cuMemcpyHtoDAsync")
+    controls.go_on("cuMemcpyHtoDAsync")
+    moving.result(60)
+    block.check()
+
+
+@pytest.mark.parametrize("kind", ["host", "disk", "in pieces"])
+def test_all_planned_bytes_are_copied_at_the_end(
+    make: Make, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memsaver.configure(disk_dir=tmp_path)
+    regions = [make("disk" if kind == "disk" else "host") for _ in range(2)]
+    held = [Block(region, ALL, seed) for seed, region in enumerate(regions)]
+    cores: list[Any] = []
+
+    def noted(recorder: _results.Recorder) -> Any:
+        cores.append(recorder.core())
+        return nullcontext()
+
+    monkeypatch.setattr(memsaver.transitions, "display", lambda progress: noted)
+    if kind == "in pieces":
+        regions[0].pause(lazy=True)
+        regions[0].pause(lazy=False)
+        assert [cores.pop().progress, cores.pop().progress] == [(ALL, ALL), (0, 0)]
+    else:
+        regions[0].pause()
+        assert cores.pop().progress == (ALL, ALL)
+    done = memsaver.switch(pause=regions[1], resume=regions[0])
+    assert cores.pop().progress == (2 * ALL, 2 * ALL) == (done.copied_bytes, 2 * ALL)
+    regions[1].resume()
+    assert cores.pop().progress == (ALL, ALL)
+    for each in held:
+        each.check()
+
+
+def test_a_second_attempt_of_a_resume_counts_from_the_beginning(make: Make) -> None:
+    region = make("host")
+    block = warm(region)
+    region.pause()
+    controls.fail("cuMemCreate", 2, controls.FOREVER, after=4)  # two batches are mapped
+    controls.hold("cuMemSetAccess", after=1)
+    controls.hold("cuMemUnmap")
+    moving = memsaver.start(resume=region)
+    until(lambda: controls.stopped("cuMemSetAccess"))
+    _core.open_driver("cpu").synchronize()  # the first batch counts behind the second one
+    controls.go_on("cuMemSetAccess")
+    until(lambda: controls.stopped("cuMemUnmap"))
+    core = under_way()
+    assert core.progress == (0, 0)
+    controls.fail("cuMemCreate", 2, 0)
+    controls.go_on("cuMemUnmap")
+    moving.result(60)
+    assert core.progress == (ALL, ALL)
+    block.check()
+
+
+def test_a_small_resume_makes_no_call_for_its_progress(make: Make) -> None:
+    region = make("host")
+    block = Block(region, MIB)
+    for verb, marks in ((region.pause, 1), (region.resume, 1)):
+        calls = ("cuEventRecord", "cuEventSynchronize", "cuEventQuery")
+        before = [controls.count(each) for each in calls]
+        verb()
+        found = [controls.count(each) - was for each, was in zip(calls, before)]
+        assert found[:2] == [marks, marks], dict(zip(calls, found))
+    assert found[2] == 0  # of the resume
+    block.check()
+
+
+# Their display
+
+
+def test_a_bar_shows_the_copied_bytes_and_the_stage(
+    make: Make, stderr: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_results, "_DRAW_S", 0.001)
+    region = make("host")
+    block = warm(region)
+    seen, threads = threading.Event(), threading.active_count()
+
+    def watch() -> None:
+        until(lambda: controls.stopped("cuEventSynchronize"))
+        until(lambda: "33%" in stderr.getvalue())
+        seen.set()
+        controls.go_on("cuEventSynchronize")
+
+    for verb, name in ((region.pause, "pause"), (region.resume, "resume")):
+        controls.virtual_clock(True)
+        controls.copies_delay(1.0)
+        controls.hold("cuEventSynchronize", after=1)
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        assert verb(progress=True).copied_bytes == ALL  # type: ignore[operator]
+        watcher.join()
+        text = stderr.getvalue()
+        assert f"{name} {region.tag}:  33%" in text and "| 64.0M/192M [" in text and ", move]" in text
+        assert "100%" in text.splitlines()[-1] and text.endswith("\n")
+        stderr.seek(0)
+        stderr.truncate()
+        assert seen.is_set() and threading.active_count() == threads
+        seen.clear()
+    block.check()
+
+
+def test_a_log_line_takes_the_place_of_a_bar_without_a_terminal(
+    make: Make, stderr: Terminal, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stderr.is_terminal = False
+    monkeypatch.setitem(sys.modules, "tqdm", None)  # it is not needed
+    region = make("host")
+    block = warm(region)
+    caplog.set_level(logging.INFO, "memsaver")
+    monkeypatch.setattr(_results, "_LOG_S", 3600.0)  # the calls are shorter
+    region.pause(progress=True)
+    region.resume(progress=True)
+    assert caplog.messages == []
+    monkeypatch.setattr(_results, "_LOG_S", 0.001)
+    controls.hold("cuEventSynchronize", after=1)
+    line = f"pause {region.tag}: 64.0 MiB of 192.0 MiB copied, in stage 'move'"
+    moving = memsaver.start(pause=region, progress=True)
+    until(lambda: line in caplog.messages)
+    controls.go_on("cuEventSynchronize")
+    moving.result(60)
+    assert not is_shown()
+    assert stderr.getvalue() == ""
+    region.resume()
+    block.check()
+
+
+def test_an_error_closes_the_bar_and_is_that_of_the_call(
+    make: Make, stderr: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = make("host")
+    block = warm(region)
+    region.pause()
+    controls.fail("cuMemcpyHtoDAsync", 999, controls.FOREVER)
+    with pytest.raises(memsaver.DriverError, match="cuMemcpyHtoDAsync") as caught:
+        region.resume(progress=True)
+    assert caught.value.code == 999
+    assert not is_shown() and stderr.getvalue().endswith("\n")
+    controls.disarm()
+    unhandled: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", unhandled.append)
+    monkeypatch.setattr(stderr, "write", functools.partial(os.write, -1))  # an error of the display is none of the call
+    region.resume(progress=True)
+    assert unhandled == []
+    block.check()
+
+
+def test_an_interrupt_reaches_the_caller_of_a_shown_call(make: Make, stderr: Terminal) -> None:
+    region = make("host")
+    block = warm(region)
+    assert _core.acquire([region._core]) is None  # as a guarded launch
+
+    def interrupt() -> None:
+        until(lambda: [each.name for each in memsaver.history()[-1].stages][-1:] == ["launches"])
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        region.pause(timeout=60, progress=True)
+    interrupter.join()
+    _core.release([region._core])
+    assert region.state == "active" and not is_shown() and stderr.getvalue().endswith("\n")
+    block.check()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_an_interrupt_while_the_display_begins_ends_it(
+    make: Make, stderr: Terminal, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    region = make("host")
+    stderr.is_terminal = is_terminal
+    monkeypatch.setattr(_results, "_LOG_S", 0.001)
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        region.pause(progress=True)
+    assert region.state == "active"
+    until(lambda: not is_shown(), within_s=20)
+    del caught  # until here it keeps the transition
+
+
+def test_a_terminal_without_tqdm_is_an_error_before_anything_moves(
+    make: Make, stderr: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = make("host")
+    before = memsaver.history()
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with pytest.raises(ModuleNotFoundError, match=r"expected it from pip install 'memsaver\[progress\]'") as caught:
+        region.pause(progress=True)
+    assert caught.value.name == "tqdm"
+    assert region.state == "active" and memsaver.history() == before
+    region.pause()
+
+
+def test_each_call_takes_progress_and_refuses_other_values(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phases, "_phases", {})
+    region = make("host")
+    memsaver.define_phase("away", [])
+    memsaver.define_phase("here", region)
+    before = memsaver.history()
+    member = Colocated()
+    for verb in (
+        memsaver.pause, memsaver.resume, memsaver.switch, memsaver.start, region.pause, region.resume,
+        memsaver.phase("away", progress="yes").__enter__, member.pause, member.resume,  # type: ignore[arg-type]
+    ):  # fmt: skip
+        options: dict[str, Any] = {} if "__enter__" in verb.__name__ else {"progress": "yes"}
+        with pytest.raises(TypeError, match="^progress is 'yes', expected True or False$"):
+            verb(**options)  # type: ignore[operator]
+    assert region.state == "active" and memsaver.history() == before
+
+
+def test_without_progress_nothing_is_imported_or_started() -> None:
+    said = run_clean(
+        """
+        import sys, threading, memsaver
+        region = memsaver.region("a", device="cpu", backup="host")
+        held = region._core.allocate_array(4 << 20)
+        region.pause(), region.resume()
+        threads, modules, started = threading.enumerate(), set(sys.modules), []
+        threading.Thread.start = lambda self: started.append(self.name)
+        region.pause(), region.resume(), memsaver.pause(progress=False)
+        print(started, threading.enumerate() == threads, set(sys.modules) - modules, "tqdm" in sys.modules)
+        """
+    )
+    assert said == "[] True set() False\n"
