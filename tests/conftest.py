@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,9 @@ if LATE:
     from tests import late_device
 
     late_device.install()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts jobs in the background so
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = itertools.count()
 

@@ -577,7 +577,6 @@ def test_marks_use_events_again() -> None:
 
 def test_ctrl_c_ends_the_wait_for_memory_of_any_device(pool: ThreadPoolExecutor) -> None:
     """Signals reach the main thread alone, and a thread beside it waits for the second device's memory."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     regions = [make(name) for name in gpus.gpus(2)]
     segments = [Segment(region, 5 * MIB, seed) for seed, region in enumerate(regions)]
     memsaver.pause(regions)

@@ -274,11 +274,7 @@ def test_a_resume_that_waits_gets_what_is_offered_later(make: Make, thread: Thre
     check(held + more)
 
 
-def test_an_interrupt_of_an_eviction_loses_nothing(
-    make: Make, thread: ThreadPoolExecutor, request: pytest.FixtureRequest
-) -> None:
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, former))
+def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, thread: ThreadPoolExecutor) -> None:
     region, held = lazily(make)
     other, more = lazily(make, chunks=2)
     other.pause()

@@ -183,10 +183,8 @@ def test_the_option_bounds_waits_of_allocations_and_of_resumes_without_a_bound(
 
 @pytest.mark.parametrize("end", ["pause", "interrupt"])
 def test_an_allocation_that_waits_for_memory_ends_with_a_pause_and_on_an_interrupt(
-    make: Make, threads: ThreadPoolExecutor, request: pytest.FixtureRequest, end: str
+    make: Make, threads: ThreadPoolExecutor, end: str
 ) -> None:
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, former))
     region = make("none")
     memsaver.configure(memory_timeout=60)
     with Fill(leave=PAGE) as fill:
