@@ -99,7 +99,7 @@ class Move:
             bounds.memory_timeout,
             bounds.reader_timeout,
             [each._handle for each, mode in lazily.items() if mode],
-            [each._handle for each, mode in lazily.items() if mode == "copy"],
+            [each._handle for each, mode in lazily.items() if mode == "copy" and self._backup.get(each.tag, each.backup) == "host"],
         )
 
     def run(self) -> Transition:

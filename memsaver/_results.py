@@ -295,10 +295,10 @@ def add_copies(device: str, copies: Iterable[tuple[float, float, int]]) -> None:
     """Adds copies of offered contents to the sums, and to the trace. Begins and ends are as ``time.monotonic()``."""
     with _adding:
         _add_events((device, "copies out", *each, ()) for each in copies)
-    if trace.active is not None:
+    if (writer := trace.active) is not None:
         for began, until, nbytes in copies:
             track = f"{device} copies of offers"
-            trace.active.event("X", "copies", "copies out", began, {"bytes": nbytes}, track=track, until=until)
+            writer.event("X", "copies", "copies out", began, {"bytes": nbytes}, track=track, until=until)
 
 
 def totals() -> dict[tuple[str, ...], float]:

@@ -69,7 +69,9 @@ void run(Driver& driver, CaptureGate::Pass& pass, Wait& wait, Deadline deadline)
 
 void CaptureGate::capture_begins() {
   std::unique_lock lock(mutex_);
+  ++coming_;
   changed_.wait(lock, [this] { return operations_ == 0; });
+  --coming_;
   ++captures_;
 }
 
@@ -81,6 +83,11 @@ void CaptureGate::capture_ends() {
 bool CaptureGate::capturing() const {
   std::lock_guard lock(mutex_);
   return captures_ > 0;
+}
+
+bool CaptureGate::is_wanted() const {
+  std::lock_guard lock(mutex_);
+  return captures_ + coming_ > 0;
 }
 
 CaptureGate::Pass::Pass(CaptureGate& gate) : gate_(&gate) {

@@ -18,6 +18,7 @@ class CaptureGate {
   void capture_begins();  // waits for device-wide operations under way
   void capture_ends();
   bool capturing() const;
+  bool is_wanted() const;  // by a capture that is under way, or waits to begin
 
   // Permission for a device-wide operation, as long as it lives. False: a capture is under way.
   class Pass {
@@ -37,6 +38,7 @@ class CaptureGate {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::size_t captures_ = 0;
+  std::size_t coming_ = 0;      // captures that wait to begin
   std::size_t operations_ = 0;  // device-wide operations under way
 };
 

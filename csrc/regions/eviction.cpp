@@ -107,17 +107,21 @@ Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
   return given;
 }
 
-// The mark of an eviction. Core::mutex is held at the construction.
+// The mark of an eviction, or of a copy ahead of one, which gives no chunks. Core::mutex is held at the construction.
 class Evicting {
  public:
-  explicit Evicting(Region& region) : region_(region), before_(region.offered_bytes()) { region.begin_eviction(); }
-  ~Evicting() { region_.end_eviction(before_); }
+  explicit Evicting(Region& region, bool gives = true)
+      : region_(region), before_(region.offered_bytes()), gives_(gives) {
+    region.begin_eviction(gives);
+  }
+  ~Evicting() { region_.end_eviction(before_, gives_); }
   Evicting(const Evicting&) = delete;
   Evicting& operator=(const Evicting&) = delete;
 
  private:
   Region& region_;
   const std::size_t before_;  // offered bytes
+  const bool gives_;
 };
 
 }  // namespace
@@ -127,14 +131,14 @@ bool Region::may_evict() const {
   return state_ == State::paused || (state_ == State::resuming && !claimed_);
 }
 
-void Region::begin_eviction() {
+void Region::begin_eviction(bool gives) {
   std::lock_guard lock(device.mutex);
   evicting_ = true;
   ++device.evicting;
-  device.resting.sweep_begins();  // for demands that look meanwhile
+  if (gives) device.resting.sweep_begins();  // for demands that look meanwhile
 }
 
-void Region::end_eviction(std::size_t offered_before) {
+void Region::end_eviction(std::size_t offered_before, bool gives) {
   {
     std::lock_guard lock(core().mutex);
     {
@@ -145,8 +149,10 @@ void Region::end_eviction(std::size_t offered_before) {
     core().changed.notify_all();
   }
   sweep_offered();
+  const bool gave = offered_bytes() < offered_before;  // also chunks whose tensors were freed meanwhile
+  if (!gives && gave) device.resting.sweep_begins();
   // A demand that saw memory come back would try again for ever, if copies are impossible.
-  device.resting.sweep_ended(offered_bytes() < offered_before);
+  if (gives || gave) device.resting.sweep_ended(gave);
   --device.evicting;
 }
 
@@ -232,11 +238,12 @@ Evicted copy_ahead(Device& device) {
     std::unique_lock lock(core().mutex);
     if (region->state() == State::active || region->state() == State::lost) region->set_copies_ahead(false);
     if (!region->copies_ahead()) continue;
-    if (!only || !pass || device.copying > 0 || region->is_queued() || region->in_use()) {
+    if (!only || !pass || device.copying > 0 || device.parts.gate.is_wanted() || region->is_queued() ||
+        region->in_use()) {
       result = Evicted::busy;
       continue;
     }
-    const Evicting mark(*region);
+    const Evicting mark(*region, false);
     lock.unlock();
     const std::shared_ptr<Backup> backup = region->backup();
     std::vector<Slot> chosen;
@@ -252,15 +259,16 @@ Evicted copy_ahead(Device& device) {
 }
 
 Given evict_within(Region& region, Range range, Deadline deadline) {
-  if (region.offered_bytes() == 0 && !region.evicting()) return {};
+  if (!region.evicting() && region.offered_bytes() == 0) return {};  // in this order: a copy ahead maps its chunks
   const Copying copying(region.device);
+  const Deadline late = std::max(deadline, now() + kOneLook);  // a copy ahead of a demand ends by itself
   const Look look = [&] {
     WaitsEndWith::look();
     if (now() >= deadline) throw DeadlinePassed();
   };
   std::unique_lock only(region.device.evictions, std::defer_lock);
   while (!only.try_lock_for(kBetweenLooks)) {
-    if (now() >= deadline) return {.late = true};
+    if (now() >= late) return {.late = true};
     WaitsEndWith::look();
   }
   const CaptureGate::Pass pass(region.device.parts.gate);
@@ -269,7 +277,7 @@ Given evict_within(Region& region, Range range, Deadline deadline) {
                 "' are in device memory until a copy: end the capture first");
   std::unique_lock lock(core().mutex);
   const auto is_free = [&] { return !region.evicting() && !(region.state() == State::paused && region.in_use()); };
-  if (!wait_until(lock, core().changed, deadline, is_free) && !waiting_is_over) return {.late = true};
+  if (!wait_until(lock, core().changed, late, is_free) && !waiting_is_over) return {.late = true};
   if (region.state() != State::paused || !region.may_evict()) return {};
   const Evicting mark(region);
   lock.unlock();

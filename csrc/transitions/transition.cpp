@@ -129,8 +129,9 @@ void Transition::mark() {
     for (bool marked = false; !marked;) {
       {
         std::unique_lock lock(core().mutex);
-        if (!wait(lock, bounds_.whole, [&] { return !region.evicting(); }))
-          throw_late("queue", "offered chunks were copied out for another demand");
+        const Deadline late = std::max(bounds_.whole, now() + kOneLook);  // a copy ahead of a demand ends by itself
+        if (!wait(lock, late, [&] { return !region.evicting(); }))
+          throw_late("queue", "offered chunks were being copied out");
       }
       const Region::Remapping remapping(region);  // the wait above was without it: a thread with the GIL may take it
       std::lock_guard lock(core().mutex);

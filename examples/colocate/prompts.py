@@ -40,7 +40,7 @@ def _problem(line: str, where: str) -> Problem:
 def load_reward(path: Path) -> Reward:
     """The function `reward(fields, completion)` of a Python file, which is run. Its results are checked."""
     try:
-        function = runpy.run_path(str(path), run_name=path.stem)["reward"]
+        function = runpy.run_path(str(path), run_name="reward")["reward"]
         if not callable(function):
             raise TypeError(f"reward is {function!r}")
     except Exception as error:
