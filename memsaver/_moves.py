@@ -91,6 +91,8 @@ class Move:
         self._restored: list[Any] = []  # regions that resume with their contents
         self._until = until
         lazily = {each: lazy.get(each.tag, _lazy if each.same_as is None else False) for each in pause.regions}
+        pinned = [each for each in pause.regions if backup.get(each.tag, each.backup) == "host"]
+        ahead = [each._handle for each in pinned if lazily[each] == "copy"]
         # Last: an interrupt before leaves nothing in the queues, also while its traceback keeps this object.
         self.core = _core.Transition(
             [each._handle for each in pause.regions],
@@ -99,7 +101,7 @@ class Move:
             bounds.memory_timeout,
             bounds.reader_timeout,
             [each._handle for each, mode in lazily.items() if mode],
-            [each._handle for each, mode in lazily.items() if mode == "copy" and self._backup.get(each.tag, each.backup) == "host"],
+            ahead,
         )
 
     def run(self) -> Transition:
