@@ -575,8 +575,9 @@ def test_the_sockets_of_owners_that_have_exited_are_closed(owner: Worker, second
     hand_over(second, other, "block")
     other.run("del got; [old] = patches._receiver._owners.values()")
     second.kill()
+    other.run("until(lambda: old._caller.has_ended)")
     hand_over(owner, other, "weights")
-    other.run("assert old._caller.has_ended and len(patches._receiver._owners) == 1")
+    other.run("assert len(patches._receiver._owners) == 1")
 
 
 @pytest.mark.parametrize("kind", ["error", "memory"])
