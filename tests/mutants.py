@@ -546,17 +546,17 @@ MUTANTS = [
     Mutant(
         "a_close_does_not_wait_for_a_copy_ahead",
         "lazy pauses: a close during a copy ahead of a demand raises",
-        "csrc/bindings/region_bindings.cpp",
-        "region.evicting(); });\n    region.set_copies_ahead(copies);",
-        "region.evicting() || MUTANT; });\n    region.set_copies_ahead(copies);",
+        "csrc/regions/eviction.cpp",
+        "kNever, [&] { return !region.evicting(); });",
+        "kNever, [&] { return !region.evicting() || MUTANT; });",
         ["unit/test_lazy.py::test_a_close_waits_for_a_copy_ahead"],
     ),
     Mutant(
         "a_close_that_fails_ends_copies_ahead",
         "lazy pauses: a close of a region in use ends its copies ahead of a demand",
-        "csrc/bindings/region_bindings.cpp",
-        "region.set_copies_ahead(copies);",
-        "region.set_copies_ahead(copies && !MUTANT);",
+        "csrc/regions/eviction.cpp",
+        "region_.set_copies_ahead(true);",
+        "region_.set_copies_ahead(!MUTANT);",
         ["unit/test_lazy.py::test_a_close_waits_for_a_copy_ahead"],
     ),
     Mutant(

@@ -120,21 +120,9 @@ void release(const std::vector<Region*>& regions) {
 
 void check_unused(Region& region) {
   core();  // throws in a forked child
-  const bool copies = region.copies_ahead();
-  std::exception_ptr used;
-  {
-    std::unique_lock lock(core().mutex);
-    region.set_copies_ahead(false);
-    wait_until(lock, core().changed, kNever, [&] { return !region.evicting(); });
-    region.set_copies_ahead(copies);
-    try {
-      if (!region.closed()) region.check_unused();
-    } catch (const Error&) {
-      used = std::current_exception();
-    }
-  }
-  if (copies) region.device.reclaimer.copy_ahead();
-  if (used) std::rethrow_exception(used);
+  std::unique_lock lock(core().mutex);
+  const NoCopiesAhead still(region, lock);
+  if (!region.closed()) region.check_unused();
 }
 
 // Waits for work on freed segments, and returns chunks that no segment uses.

@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "host/calls.h"
+#include "regions/eviction.h"
 
 namespace memsaver {
 namespace {
@@ -126,27 +127,20 @@ std::vector<Region*> Core::regions_of(const Device& device) {
 }
 
 void Core::close(Region& region) {
-  const bool copies = region.copies_ahead();
-  {
-    std::unique_lock lock(mutex);
-    region.set_copies_ahead(false);
-    wait_until(lock, changed, kNever, [&] { return !region.evicting(); });
-  }
+  std::unique_lock lock(mutex);
+  const NoCopiesAhead still(region, lock);
+  lock.unlock();
   region.sweep_all();
   Ranges reserved;
-  try {
+  {
     const Region::Remapping remapping(region);
-    std::lock_guard lock(mutex);
+    std::lock_guard bookkeeping(mutex);
     reserved = region.close();
     by_key_.erase({region.tag, &region.device});
     const auto found =
         std::find_if(regions_.begin(), regions_.end(), [&](const auto& each) { return each.get() == &region; });
     closed_.push_back(std::move(*found));
     regions_.erase(found);
-  } catch (const Error&) {  // it is used
-    region.set_copies_ahead(copies);
-    if (copies) region.device.reclaimer.copy_ahead();
-    throw;
   }
   region.replace_backup(nullptr);
   for (const Range& range : reserved) {

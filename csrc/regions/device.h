@@ -91,7 +91,8 @@ struct Device {
   std::atomic<bool> lost = false;         // its context died
   std::atomic<std::size_t> offered = 0;   // bytes of chunks that lazy pauses offer
   std::atomic<std::size_t> evicting = 0;  // regions
-  bool may_offer() const { return offered > 0 || evicting > 0 || offered > 0; }  // a copy ahead maps its chunks
+  // A copy ahead of a demand ends between the reads: it lowers `offered` while it runs, and restores it before its end.
+  bool may_offer() const { return offered > 0 || evicting > 0 || offered > 0; }
   std::string not_copied;  // why the last eviction has left chunks. Guarded by `mutex`
   // Copies of offered contents, for a trace, until the thread of Python takes them.
   struct Copied {

@@ -215,7 +215,7 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
           if (!copies) offered = offers_of(*region, region->backup().get(), offered).plain;
           const Given part = give(*region, enough_of(std::move(offered), wanted - given), nullptr);
           given += part.bytes;
-          why = text_of(part.error);
+          if (part.error) why = text_of(part.error);
         }
       }
       std::lock_guard lock(device.mutex);
@@ -256,6 +256,20 @@ Evicted copy_ahead(Device& device) {
     region->set_copies_ahead(false);
   }
   return result;
+}
+
+NoCopiesAhead::NoCopiesAhead(Region& region) : region_(region), copied_(region.copies_ahead()) {
+  region.set_copies_ahead(false);
+}
+
+NoCopiesAhead::NoCopiesAhead(Region& region, std::unique_lock<std::mutex>& lock) : NoCopiesAhead(region) {
+  wait_until(lock, core().changed, kNever, [&] { return !region.evicting(); });
+}
+
+NoCopiesAhead::~NoCopiesAhead() {
+  if (!copied_ || region_.closed()) return;
+  region_.set_copies_ahead(true);
+  region_.device.reclaimer.copy_ahead();
 }
 
 Given evict_within(Region& region, Range range, Deadline deadline) {

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <exception>
 #include <functional>
+#include <mutex>
 #include <vector>
 
 #include "regions/region.h"
@@ -29,6 +30,22 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
 // Copies a batch of contents ahead of a demand, unless a demand or a transfer copies, or a transition has the region.
 // The chunks stay offered. The copies of a region end when none are left, or one has failed.
 Evicted copy_ahead(Device& device);
+
+// No copy ahead of a demand runs in a region while this lives. They go on afterwards, unless the region is closed.
+class NoCopiesAhead {
+ public:
+  // Core::mutex is held. Waits for an eviction and for a copy that is under way.
+  NoCopiesAhead(Region& region, std::unique_lock<std::mutex>& lock);
+  ~NoCopiesAhead();
+  NoCopiesAhead(const NoCopiesAhead&) = delete;
+  NoCopiesAhead& operator=(const NoCopiesAhead&) = delete;
+
+ private:
+  explicit NoCopiesAhead(Region& region);  // complete before the wait, which may throw
+
+  Region& region_;
+  const bool copied_;
+};
 
 struct Given {
   std::size_t bytes = 0;               // of the chunks that returned to their source
