@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import suppress
+from typing import Any
 
 from memsaver import policies
 from memsaver._adapter import loaded
@@ -207,19 +208,12 @@ def start(
 
 
 def started(
-    pause: Chosen,
-    resume: Chosen,
-    bounds: Bounds,
-    *,
-    backup: Backup = None,
-    lazy: Lazy = None,
-    restore: Restore = True,
-    progress: bool = False,
+    pause: Chosen, resume: Chosen, bounds: Bounds, *, progress: bool = False, **choices: Any
 ) -> TransitionFuture:
-    """``transition()`` in the background. Its regions are in the order of the calls."""
+    """``transition()`` in the background. Transitions of one region run in the order of the calls."""
     future, shown = TransitionFuture(), display(progress)
     # To be taken once: after an interrupt its thread may run or not.
-    queued = [_queued(pause, resume, bounds, backup, restore, thread=None, lazy=lazy)]
+    queued = [_queued(pause, resume, bounds, thread=None, **choices)]
     try:
         in_thread(lambda: _run(queued.pop(), shown), "memsaver transition", future)
     except BaseException as error:
@@ -230,19 +224,13 @@ def started(
     return future
 
 
-def transition(
-    pause: Chosen,
-    resume: Chosen,
-    bounds: Bounds,
-    *,
-    backup: Backup = None,
-    lazy: Lazy = None,
-    restore: Restore = True,
-    progress: bool = False,
-) -> Transition:
-    """Changes the state of regions. See ``switch()``. A tag of guests moves only if it is among those of a side."""
+def transition(pause: Chosen, resume: Chosen, bounds: Bounds, *, progress: bool = False, **choices: Any) -> Transition:
+    """Changes the state of regions. See ``switch()``. A tag of guests moves only if it is among those of a side.
+
+    ``choices``: ``backup``, ``lazy`` and ``restore``.
+    """
     shown = display(progress)
-    move = _queued(pause, resume, bounds, backup, restore, threading.get_ident(), lazy)
+    move = _queued(pause, resume, bounds, thread=threading.get_ident(), **choices)
     try:
         return _run(move, shown)
     except BaseException as error:
@@ -255,10 +243,11 @@ def _queued(
     pause: Chosen,
     resume: Chosen,
     bounds: Bounds,
-    backup: Backup,
-    restore: Restore,
+    *,
     thread: int | None,
+    backup: Backup = None,
     lazy: Lazy = None,
+    restore: Restore = True,
 ) -> Move | None:
     """Checks the arguments, and queues the transition at its regions. None: there is nothing to move.
 
@@ -340,7 +329,7 @@ def prepare_pause(
     The arguments and the errors are those of ``pause()`` up to its commit.
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
-    move = _queued(choose(tags), NOTHING, bounds, backup, True, threading.get_ident(), lazy)
+    move = _queued(choose(tags), NOTHING, bounds, thread=threading.get_ident(), backup=backup, lazy=lazy)
     if move is not None:
         try:
             move.prepare()

@@ -233,7 +233,10 @@ class Colocated:
                         _awaited(self, resume(part, restore=wanted, timeout=left, memory_timeout=memory_timeout))
                 except BaseException as error:
                     failed = error
-                arrival.set_result(None) if failed is None else arrival.set_exception(failed)
+                if failed is None:
+                    arrival.set_result(None)
+                else:
+                    arrival.set_exception(failed)
 
         if names:
             late.expect(phase, _halves(self).background(leave), [])
