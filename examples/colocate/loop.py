@@ -175,7 +175,7 @@ class Loop:
         return answers(calls, f"{role}.{method}", self.options.answer_within)
 
     def ask(self, name: str, *arguments: Any) -> list[Any]:
-        """The same for what an actor has: see `Worker.ask`. The name begins with the role."""
+        """`Worker.ask` of all actors of a role, by rank. The name begins with the role: `ask("engine.checksums")`."""
         return self.call(name.partition(".")[0], "ask", name, *arguments)
 
     def set_up(self) -> None:

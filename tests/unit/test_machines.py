@@ -419,7 +419,7 @@ class Device(RuleBasedStateMachine):
     def memory_is_short(self, needed: int, coming: Sequence[Model] = ()) -> bool:
         """Whether a demand may fail. During a capture nothing is copied, and a copy needs host memory.
 
-        The chunks of a region that comes stay under it, with what they have beyond its segments.
+        A region that resumes keeps its own offered chunks whole, with the bytes beyond its segments.
         """
         found = [(model.region.offered_bytes, model.missing if model in coming else GIB) for model in self.models]
         offered = sum(map(min, found))

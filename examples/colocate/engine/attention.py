@@ -64,7 +64,10 @@ class PagedAttention:
 def paged_prefill(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor, chunks: Chunks
 ) -> Tensor:
-    """Causal attention of each chunk over its context in the cache: [T, H, D]. What lies beyond it is never used."""
+    """Causal attention of each chunk over its context in the cache: [T, H, D].
+
+    Values in the cache beyond a context are never used, NaN included.
+    """
     out_THD, size = torch.empty_like(q_THD), k_cache.shape[1]
     for (begin, end), blocks, context in zip(pairwise(chunks.bounds.tolist()), block_table, lengths_B.tolist()):
         k_LKD, v_LKD = (cache[blocks[: -(-context // size)]].flatten(0, 1)[:context] for cache in (k_cache, v_cache))
