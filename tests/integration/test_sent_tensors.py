@@ -574,6 +574,8 @@ def test_an_owner_without_free_descriptors_refuses_and_can_be_asked_again(owner:
 def test_the_sockets_of_owners_that_have_exited_are_closed(owner: Worker, second: Worker, other: Worker) -> None:
     hand_over(second, other, "block")
     other.run("del got; [old] = patches._receiver._owners.values()")
+    # A release after the end of the owner would look for a connection again.
+    until(lambda: second.run("print(len(patches._sender.claims))") == "0")
     second.kill()
     other.run("until(lambda: old._caller.has_ended)")
     hand_over(owner, other, "weights")
