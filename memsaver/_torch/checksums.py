@@ -22,6 +22,7 @@ _ROW = 8192  # bytes with one checksum
 _MOST_NAMED = 20  # allocations in an error
 _WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
 _STEP = 1 << 30  # bytes at once: the sums take a thousandth of it on the device
+_AT_ONCE = 4  # blocks: fewer calls of kernels, and temporary device memory of about three times as much
 # Odd numbers, the same in all processes and versions of Python.
 _numbers = random.Random("memsaver")
 _FACTORS = [[_numbers.getrandbits(64) - (1 << 63) | 1 for _ in range(_ROW // 8)] for _ in range(2)]
@@ -98,33 +99,36 @@ def block_sums(device: str, parts: Ranges, block: int) -> list[int]:
     """
     with outside():
         factors = torch.tensor(_FACTORS, dtype=torch.int64).to(device)  # [2, words of a row]
-        found = [_block_sums(factors, block) for block in _blocks(device, parts, block)]
-        return [number & _WORD for number in torch.stack(found).flatten().tolist()]
+        found = [_block_sums(factors, some, block) for some in _contents(device, parts, _AT_ONCE * block)]
+        return [number & _WORD for number in torch.cat(found).flatten().tolist()]
 
 
-def _blocks(device: str, parts: Ranges, block: int) -> Iterator[Tensor]:
-    """uint8 [bytes of a block]: the last one may be shorter."""
+def _contents(device: str, parts: Ranges, most: int) -> Iterator[Tensor]:
+    """uint8 [bytes]: the contents in pieces of ``most`` bytes. The last one may be shorter."""
     pieces: list[Tensor] = []
-    room = block
+    room = most
     for address, nbytes in parts:
         while nbytes:
             size = min(nbytes, room)
             pieces.append(bytes_at(device, address, size))
             address, nbytes, room = address + size, nbytes - size, room - size
             if not room:
-                yield torch.cat(pieces)
-                pieces, room = [], block
+                yield torch.cat(pieces) if pieces[1:] else pieces[0]
+                pieces, room = [], most
     if pieces:
         yield torch.cat(pieces)
 
 
-def _block_sums(factors: Tensor, contents: Tensor) -> Tensor:
-    """int64 [2]: the sums of a block of at most 8 MiB."""
+def _block_sums(factors: Tensor, contents: Tensor, block: int) -> Tensor:
+    """int64 [blocks, 2]: the sums of blocks of at most 8 MiB. The last one may be shorter."""
     count = contents.numel()
-    words = torch.nn.functional.pad(contents, (0, -count % _ROW)).view(torch.int64)
+    missing = -count % block
+    words = (torch.nn.functional.pad(contents, (0, missing)) if missing else contents).view(torch.int64)
     rows = _folded(words.view(-1, _ROW // 8))
-    sums = torch.stack([(rows * factor).sum(1) for factor in factors])  # [2, rows]
-    return (_folded(sums) * factors[:, : sums.shape[1]]).sum(1) + count
+    sums = _folded(torch.stack([(rows * factor).sum(1) for factor in factors])).view(2, -1, block // _ROW)
+    found = (sums * factors[:, None, : block // _ROW]).sum(2).T + block
+    found[-1] -= missing
+    return found
 
 
 def _folded(words: Tensor) -> Tensor:
