@@ -59,6 +59,11 @@ class Reclaim:
         self._next_at = None
         is_over = now >= self._begun_at + self._longest_s
         self._asked = {number: each for number, each in self._asked.items() if each.is_connected and not is_over}
+        if self._offering is not None and self._offering[0].id not in self._asked:
+            client, before = self._offering
+            if client.offered_bytes >= before:
+                self._exhausted.add(client.id)
+            self._offering = None
         waiting = self._pool.queue.waiting
         self._told = {demand: told for demand, told in self._told.items() if demand in waiting}
         if not waiting:
@@ -73,6 +78,8 @@ class Reclaim:
         if self._head != (head, head.messages):
             self._head = (head, head.messages)
             self._pause_s = FIRST_PAUSE_S
+            if self._offering is None or self._offering[0] is not head.client:
+                self._asked.pop(head.client.id, None)  # its thread that waits for the demand may hold the GIL
             self._has_round = bool(self._asked)
             self._exhausted.clear()
             self._told.pop(head, None)
@@ -119,11 +126,6 @@ class Reclaim:
 
     def _ask_for_offers(self, head: Demand, now: float) -> bool:
         """Asks the next client for what the demand lacks. False: none has anything left to give."""
-        if self._offering is not None:
-            client, before = self._offering
-            if client.offered_bytes >= before:
-                self._exhausted.add(client.id)
-            self._offering = None
         for client in self._clients.values():
             if client.is_connected and client.offered_bytes and client.id not in self._exhausted:
                 self._begun_at = now

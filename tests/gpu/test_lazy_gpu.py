@@ -100,6 +100,7 @@ def test_a_demand_copies_nothing_that_was_copied_beside_kernels(fresh: Make, nei
         check(more, 3)
         neighbour.tell("release")
         del more
+        memsaver.trim(other.tag)
         assert region.resume().copied_bytes == given
     check(held, 7)
 

@@ -14,7 +14,7 @@ from memsaver.broker import pool as pools
 from memsaver.broker.clients import CLASSES, PAGE, Chunk, Client
 from memsaver.broker.pool import Pool, ServeResult
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, Message
-from memsaver.broker.reclaim import FIRST_PAUSE_S, LONGEST_PAUSE_S, Reclaim
+from memsaver.broker.reclaim import FIRST_PAUSE_S, LONGEST_COPY_S, LONGEST_PAUSE_S, LONGEST_ROUND_S, Reclaim
 from tests.broker_support import CountedMemory, made
 
 GIB, LARGE, MEDIUM, SMALL = CLASSES
@@ -296,3 +296,58 @@ def test_the_end_of_a_demand_is_not_reported_to_an_exited_client(pool: Pool, one
     pool.queue.exchange(one, request, [PAGE, PAGE, PAGE])
     pool.reclaim(one)
     assert pool.serve().completed == []
+
+
+def test_a_demand_does_not_wait_for_caches_of_its_own_client(
+    pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Client] = []
+    monkeypatch.setattr(
+        Client, "send", lambda each, message: asked.append(each) if message.kind == "reclaim" else None
+    )
+    one.is_user = two.is_user = True
+    reclaim, now = Reclaim(pool, {1: one, 2: two}), time.monotonic() + 3600.0
+    borrow(pool, one, *[GIB] * 4)
+    request = want(pool, two, (GIB, GIB, GIB))
+    settle(pool)
+    reclaim.step(now)
+    assert asked == [one, two]
+    pool.queue.close(two, request)
+    reclaim.step(now)
+    reclaim.reclaimed(two, Message("reclaimed", (1, GIB)))  # its GIL is held until the next demand is served
+    reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
+    want(pool, two, (GIB, GIB, GIB))
+    settle(pool)
+    asked.clear()
+    reclaim.step(now)
+    assert asked == [one, two]
+
+
+def test_a_round_after_an_answer_about_offers_ends_in_time(
+    pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Client, int]] = []
+    monkeypatch.setattr(
+        Client, "send", lambda each, message: asked.append((each, message.words[0])) if message.kind == "reclaim" else None
+    )
+    one.is_user = True
+    reclaim, now = Reclaim(pool, {1: one, 2: two}), time.monotonic() + 3600.0
+    chunks = borrow(pool, one, *[GIB] * 4)
+    reclaim.offers(one, Message("offers", (4 * GIB,)))
+    want(pool, two, (GIB, GIB, GIB))
+    settle(pool)
+    reclaim.step(now)
+    reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
+    reclaim.step(now)
+    assert asked == [(one, 0), (one, GIB)]
+    assert reclaim.deadlines() == [now + LONGEST_COPY_S]
+    reclaim.offers(one, Message("offers", (3 * GIB,)))
+    give(pool, chunks[:1])
+    settle(pool)
+    reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
+    want(pool, two, (GIB, GIB, GIB))
+    settle(pool)
+    now += 1.0
+    reclaim.step(now)
+    assert asked[2:] == [(one, 0)]
+    assert reclaim.deadlines() == [now + LONGEST_ROUND_S]
