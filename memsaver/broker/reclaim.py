@@ -1,9 +1,10 @@
-"""Reclaim on demand: while a demand waits, the clients return the memory that they cache and do not use.
+"""Reclaim on demand: while a demand waits, the clients return the memory that they offer, or cache and do not use.
 
-A round asks every client, that of the demand included, and ends when all have answered, or have left, or are late. Then
-the broker asks one client after the other for chunks that it offers (lazy pauses), for as many bytes as the demand
-still lacks. At last it sends the holders of the rest to the client of the first demand. The next round follows after a
-pause, since caches fill again, captures end, and threads leave their regions.
+First the broker asks one client after the other for chunks that it offers (lazy pauses), for as many bytes as the
+demand lacks: a process that loses its caches fills them again, by further demands. A round then asks every client for
+its caches, that of the demand included, and ends when all have answered, or have left, or are late. Offers are asked
+for once more, and the holders of the rest go to the client of the first demand. The next round follows after a pause,
+since caches fill again, captures end, and threads leave their regions.
 """
 
 from __future__ import annotations
@@ -80,17 +81,21 @@ class Reclaim:
             self._pause_s = FIRST_PAUSE_S
             if self._offering is None or self._offering[0] is not head.client:
                 self._asked.pop(head.client.id, None)  # its thread that waits for the demand may hold the GIL
-            self._has_round = bool(self._asked)
+            self._has_round = bool(self._asked) and self._offering is None
             self._exhausted.clear()
             self._told.pop(head, None)
         is_told = self._told.get(head) == (head.messages, False)
-        if not self._asked and (is_told or not self._has_round) and now >= self._ended_at + self._pause_s:
-            self._begin(head, now)
-            is_told = False
-        if self._has_round and not is_told:
+        is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
+        if not self._asked and (is_told or not self._has_round):
+            if not self._has_round and self._may_give:
+                if is_stalled:
+                    self._ask_for_offers(head, now)
+            elif now >= self._ended_at + self._pause_s:
+                self._begin(head, now)
+                is_told = False
+        if (self._has_round or self._offering is not None) and not is_told:
             # Memory that the clients have returned may still be on its way through the pool, or through the driver.
             is_late = now < self._answered_at + 2 * RETRY_S and self._pool.lacks_memory
-            is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
             more = bool(self._asked) or is_late or not is_stalled or self._ask_for_offers(head, now)
             self._tell(head, more)
             if not more:
@@ -122,7 +127,10 @@ class Reclaim:
 
     @property
     def _may_give(self) -> bool:
-        return any(each.offered_bytes and each.id not in self._exhausted for each in self._clients.values())
+        return any(
+            each.is_connected and each.offered_bytes and each.id not in self._exhausted
+            for each in self._clients.values()
+        )
 
     def _ask_for_offers(self, head: Demand, now: float) -> bool:
         """Asks the next client for what the demand lacks. False: none has anything left to give."""

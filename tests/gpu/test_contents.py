@@ -159,7 +159,7 @@ def test_a_common_copy_has_the_bytes_of_tensors_alone(
     fresh: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path))
-    region = fresh("teacher", "host", same_as="teacher")
+    region = fresh("teacher", "host", same_as="tensors")
     held = random_tensors(region, 20, 10 * MIB + 24)  # torch rounds their blocks up
     expected = sums(held)
     assert region.pause().copied_bytes == 20 * (10 * MIB + 24)

@@ -302,9 +302,7 @@ def test_a_demand_does_not_wait_for_caches_of_its_own_client(
     pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Client] = []
-    monkeypatch.setattr(
-        Client, "send", lambda each, message: asked.append(each) if message.kind == "reclaim" else None
-    )
+    monkeypatch.setattr(Client, "send", lambda each, message: asked.append(each) if message.kind == "reclaim" else None)
     one.is_user = two.is_user = True
     reclaim, now = Reclaim(pool, {1: one, 2: two}), time.monotonic() + 3600.0
     borrow(pool, one, *[GIB] * 4)
@@ -323,31 +321,32 @@ def test_a_demand_does_not_wait_for_caches_of_its_own_client(
     assert asked == [one, two]
 
 
-def test_a_round_after_an_answer_about_offers_ends_in_time(
+def test_offers_are_asked_for_before_caches_and_a_later_round_ends_in_time(
     pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Client, int]] = []
     monkeypatch.setattr(
-        Client, "send", lambda each, message: asked.append((each, message.words[0])) if message.kind == "reclaim" else None
+        Client,
+        "send",
+        lambda each, message: asked.append((each, message.words[0])) if message.kind == "reclaim" else None,
     )
-    one.is_user = True
+    one.is_user = two.is_user = True
     reclaim, now = Reclaim(pool, {1: one, 2: two}), time.monotonic() + 3600.0
     chunks = borrow(pool, one, *[GIB] * 4)
-    reclaim.offers(one, Message("offers", (4 * GIB,)))
-    want(pool, two, (GIB, GIB, GIB))
+    reclaim.offers(one, Message("offers", (GIB,)))
+    request = want(pool, two, (GIB, GIB, 2 * GIB))
     settle(pool)
     reclaim.step(now)
-    reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
-    reclaim.step(now)
-    assert asked == [(one, 0), (one, GIB)]
+    assert asked == [(one, 2 * GIB)]
     assert reclaim.deadlines() == [now + LONGEST_COPY_S]
-    reclaim.offers(one, Message("offers", (3 * GIB,)))
+    reclaim.offers(one, Message("offers", (0,)))
     give(pool, chunks[:1])
     settle(pool)
     reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
-    want(pool, two, (GIB, GIB, GIB))
-    settle(pool)
     now += 1.0
     reclaim.step(now)
-    assert asked[2:] == [(one, 0)]
+    assert asked[1:] == [(one, 0), (two, 0)]
     assert reclaim.deadlines() == [now + LONGEST_ROUND_S]
+    pool.queue.close(two, request)
+    reclaim.step(now)
+    assert reclaim.deadlines() == []
