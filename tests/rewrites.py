@@ -900,8 +900,8 @@ REWRITES = [
         "zeros_at_the_end_do_not_count",
         "checksums for same_as: a block that is longer by zeros has the same sums",
         "memsaver/_torch/checksums.py",
-        ".sum(1) + count",
-        ".sum(1)",
+        "found[-1] -= missing",
+        "pass",
         ["unit/test_same.py::test_changes_that_a_plain_sum_misses_change_the_sums"],
     ),
     Rewrite(
