@@ -11,6 +11,7 @@ it releases has one cycle. Needs 96 GiB of device memory and 80 GiB of host memo
 - within: 64 GiB from region to region without a backup.
 - lazy: two regions of 64 GiB, or less if the device has less, in turns by lazy pauses: both fit, or 10 GiB are lacking.
   Beside it the pause of such a region without a copy and its resume, by retained chunks.
+- stale: what the option stale adds to the resume of 8 GiB without contents, and the check of 8 GiB that were written.
 """
 
 from __future__ import annotations
@@ -175,6 +176,28 @@ def lazy_switches(work: Work, lacking: int, cycles: int, device: str) -> Sample:
     return {"ms": median(took), "most, ms": max(took), "copied, GiB": max(moved) / GIB}
 
 
+def stale(run: Run, limit: Limit) -> None:
+    work = replace(SMALL.scaled(run.options.scale), backup="none")
+    rows = {way: in_process(checked, work=work, device=run.device, stale=way) for way in ("off", "check")}
+    gib = work.total / GIB
+    added = {name: (took - rows["off"][name]) / gib for name, took in rows["check"].items()}
+    run.table(f"stale, {work}", {**rows, "of a GiB": added})
+
+
+def checked(work: Work, device: str, stale: str) -> Sample:
+    memsaver.configure(retain=subjects.RETAIN, stale=stale)
+    region = memsaver.region("work", device=device)
+    with region:
+        tensors = work.allocate(device)
+    found: dict[str, list[float]] = {"resume, ms": [], "check, ms": []}
+    for _ in range(6):
+        region.pause()
+        found["resume, ms"].append(timed(device, region.resume))
+        torch._foreach_zero_(tensors)
+        found["check, ms"].append(timed(device, lambda: memsaver.check_written(region) if stale == "check" else None))
+    return {name: median(took[1:]) for name, took in found.items()}
+
+
 def switches(work: Work, cycles: int, device: str, full: bool) -> Sample:
     """Two regions in turns: by a switch, and on a full device also by a pause and then a resume."""
     memsaver.configure(retain=subjects.RETAIN)
@@ -210,4 +233,4 @@ def _taken(device: str, nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-PARTS = {"table": table, "first": first, "switch": switch, "within": within, "lazy": lazy}
+PARTS = {"table": table, "first": first, "switch": switch, "within": within, "lazy": lazy, "stale": stale}
