@@ -1,10 +1,10 @@
-"""Reclaim on demand: while a demand waits, the clients return the memory that they offer, or cache and do not use.
+"""Reclaim on demand: while a demand waits, the clients return the memory that they cache and do not use.
 
-First the broker asks one client after the other for chunks that it offers (lazy pauses), for as many bytes as the
-demand lacks: a process that loses its caches fills them again, by further demands. A round then asks every client for
-its caches, that of the demand included, and ends when all have answered, or have left, or are late. Offers are asked
-for once more, and the holders of the rest go to the client of the first demand. The next round follows after a pause,
-since caches fill again, captures end, and threads leave their regions.
+A round asks every client, and ends when all have answered, or have left, or are late. Then the broker asks one client
+after the other for chunks that it offers (lazy pauses), for as many bytes as the demand still lacks. While there are
+offers, the client of the demand is asked for its caches after them: it would fill them again, by further demands. At
+last it gets the holders of the rest. The next round follows after a pause, since caches fill again, captures end, and
+threads leave their regions.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Reclaim:
         self._pause_s = FIRST_PAUSE_S
         self._head: tuple[Demand, int] | None = None  # the first demand, and its messages, when it was seen last
         self._has_round = False  # a round has begun, or was under way, since the head waits
+        self._own_asked = False  # the client of the head, in this round
         # What clients were told of their demands: the messages of a demand, and whether more comes. Without the head
         # after an answer.
         self._told: dict[Demand, tuple[int, bool]] = {}
@@ -81,22 +82,20 @@ class Reclaim:
             self._pause_s = FIRST_PAUSE_S
             if self._offering is None or self._offering[0] is not head.client:
                 self._asked.pop(head.client.id, None)  # its thread that waits for the demand may hold the GIL
-            self._has_round = bool(self._asked) and self._offering is None
+            self._has_round = bool(self._asked)
             self._exhausted.clear()
+            self._own_asked = False
             self._told.pop(head, None)
         is_told = self._told.get(head) == (head.messages, False)
-        is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
-        if not self._asked and (is_told or not self._has_round):
-            if not self._has_round and self._may_give:
-                if is_stalled:
-                    self._ask_for_offers(head, now)
-            elif now >= self._ended_at + self._pause_s:
-                self._begin(head, now)
-                is_told = False
-        if (self._has_round or self._offering is not None) and not is_told:
+        if not self._asked and (is_told or not self._has_round) and now >= self._ended_at + self._pause_s:
+            self._begin(head, now)
+            is_told = False
+        if self._has_round and not is_told:
             # Memory that the clients have returned may still be on its way through the pool, or through the driver.
             is_late = now < self._answered_at + 2 * RETRY_S and self._pool.lacks_memory
-            more = bool(self._asked) or is_late or not is_stalled or self._ask_for_offers(head, now)
+            is_stalled = head.stall_reported == head.messages and not self._pool.may_proceed
+            more = bool(self._asked) or is_late or not is_stalled
+            more = more or self._ask_for_offers(head, now) or self._ask_own(head, now)
             self._tell(head, more)
             if not more:
                 self._ended_at = now
@@ -115,9 +114,10 @@ class Reclaim:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._has_round = True
         self._exhausted.clear()
+        self._own_asked = not self._may_give
         self._told.pop(head, None)
         for client in self._clients.values():
-            if client.is_user and client.is_connected:
+            if client.is_user and client.is_connected and (self._own_asked or client is not head.client):
                 self._asked[client.id] = client
                 client.send(Message("reclaim", (0, 0)))
 
@@ -127,10 +127,7 @@ class Reclaim:
 
     @property
     def _may_give(self) -> bool:
-        return any(
-            each.is_connected and each.offered_bytes and each.id not in self._exhausted
-            for each in self._clients.values()
-        )
+        return any(each.offered_bytes and each.id not in self._exhausted for each in self._clients.values())
 
     def _ask_for_offers(self, head: Demand, now: float) -> bool:
         """Asks the next client for what the demand lacks. False: none has anything left to give."""
@@ -143,6 +140,16 @@ class Reclaim:
                 client.send(Message("reclaim", (head.remaining, own)))
                 return True
         return False
+
+    def _ask_own(self, head: Demand, now: float) -> bool:
+        """Asks the client of the demand for its caches. False: it was asked in this round."""
+        if self._own_asked or not head.client.is_user:
+            return False
+        self._own_asked = True
+        self._begun_at = now
+        self._asked[head.client.id] = head.client
+        head.client.send(Message("reclaim", (0, 0)))
+        return True
 
     def _tell(self, demand: Demand, more: bool) -> None:
         """Sends the holders and their bytes to the client of a demand, unless it has them."""

@@ -308,6 +308,8 @@ def test_clients_are_asked_for_offers_one_after_the_other_and_for_what_is_lackin
     two.look()
     request = three.want(CAPACITY, 32 * MIB)
     assert three.hear("stalled").words[2] == CAPACITY
+    for client in (one, two):
+        answer(client)
     assert list(heard(one, "reclaim").words) == [CAPACITY, 0]
     one.give(held[:3])
     one.say("reclaimed", 1, 0)  # more comes
@@ -318,15 +320,13 @@ def test_clients_are_asked_for_offers_one_after_the_other_and_for_what_is_lackin
     three.take(32 * MIB)
     assert list(heard(two, "reclaim").words) == [CAPACITY // 2, 0]
     two.say("reclaimed", 0, 0, text="no host memory")  # it can give none
-    for client in (one, two, three):
-        answer(client)  # about caches
-    answer(two)  # about its offers, once more
+    answer(three)  # its own caches come last
     while (message := heard(three, "holders")).words[1]:
         pass
     assert message.words[0] == request
-    for client in (one, two, three):
-        answer(client)  # the next round
     three.say("offers", PAGE)  # of its own regions
+    for client in (one, two):
+        answer(client)  # the next round
     assert list(heard(two, "reclaim").words) == [CAPACITY // 2, 0]
     two.say("reclaimed", 0, 0)
     assert list(heard(three, "reclaim").words) == [CAPACITY // 2, request]
@@ -347,6 +347,6 @@ def test_a_later_demand_waits_while_clients_may_give_offers(broker: Local) -> No
     one.say("offers", CAPACITY)
     one.look()
     two.want(CAPACITY // 2, PAGE)
-    heard(one, "reclaim")
+    answer(one)  # its caches
     three.want(CAPACITY // 2, PAGE)
     assert heard(three, "holders").words[1] == 1

@@ -298,55 +298,63 @@ def test_the_end_of_a_demand_is_not_reported_to_an_exited_client(pool: Pool, one
     assert pool.serve().completed == []
 
 
-def test_a_demand_does_not_wait_for_caches_of_its_own_client(
-    pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[Client] = []
-    monkeypatch.setattr(Client, "send", lambda each, message: asked.append(each) if message.kind == "reclaim" else None)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, one: Client, two: Client) -> list[tuple[Client, int]]:
+    """The requests of clients: for offers of so many bytes, or 0, for caches."""
+    found: list[tuple[Client, int]] = []
+    note = lambda each, message: found.append((each, message.words[0])) if message.kind == "reclaim" else None  # noqa: E731
+    monkeypatch.setattr(Client, "send", note)
     one.is_user = two.is_user = True
-    reclaim, now = Reclaim(pool, {1: one, 2: two}), time.monotonic() + 3600.0
-    borrow(pool, one, *[GIB] * 4)
-    request = want(pool, two, (GIB, GIB, GIB))
-    settle(pool)
-    reclaim.step(now)
-    assert asked == [one, two]
-    pool.queue.close(two, request)
-    reclaim.step(now)
-    reclaim.reclaimed(two, Message("reclaimed", (1, GIB)))  # its GIL is held until the next demand is served
-    reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
-    want(pool, two, (GIB, GIB, GIB))
-    settle(pool)
-    asked.clear()
-    reclaim.step(now)
-    assert asked == [one, two]
+    return found
 
 
-def test_offers_are_asked_for_before_caches_and_a_later_round_ends_in_time(
-    pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
+def test_a_demand_asks_its_own_client_last_and_does_not_wait_for_its_gil(
+    pool: Pool, one: Client, two: Client, asked: list[tuple[Client, int]]
 ) -> None:
-    asked: list[tuple[Client, int]] = []
-    monkeypatch.setattr(
-        Client,
-        "send",
-        lambda each, message: asked.append((each, message.words[0])) if message.kind == "reclaim" else None,
-    )
-    one.is_user = two.is_user = True
     reclaim, now = Reclaim(pool, {1: one, 2: two}), time.monotonic() + 3600.0
     chunks = borrow(pool, one, *[GIB] * 4)
     reclaim.offers(one, Message("offers", (GIB,)))
-    request = want(pool, two, (GIB, GIB, 2 * GIB))
+    want(pool, two, (GIB, GIB, 2 * GIB))
+    for request in ((one, 0), (one, 2 * GIB)):
+        settle(pool)
+        reclaim.step(now)
+        assert asked.pop() == request and not asked
+        reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
+    give(pool, chunks[:1])
+    reclaim.offers(one, Message("offers", (0,)))
     settle(pool)
     reclaim.step(now)
-    assert asked == [(one, 2 * GIB)]
+    assert asked.pop() == (two, 0) and not asked
+    reclaim.reclaimed(two, Message("reclaimed", (1, GIB)))  # its GIL is held until the next demand is served
+    give(pool, chunks[1:2])  # serves the demand
+    settle(pool)
+    reclaim.step(now)
+    want(pool, two, (GIB, GIB, GIB))
+    settle(pool)
+    reclaim.step(now)
+    assert asked == [(one, 0), (two, 0)]
+
+
+def test_a_round_after_an_answer_about_offers_ends_in_time(
+    pool: Pool, one: Client, two: Client, asked: list[tuple[Client, int]]
+) -> None:
+    reclaim, now = Reclaim(pool, {1: one, 2: two}), time.monotonic() + 3600.0
+    chunks = borrow(pool, one, *[GIB] * 4)
+    reclaim.offers(one, Message("offers", (4 * GIB,)))
+    want(pool, two, (GIB, GIB, GIB))
+    settle(pool)
+    reclaim.step(now)
+    reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
+    reclaim.step(now)
+    assert asked == [(one, 0), (one, GIB)]
     assert reclaim.deadlines() == [now + LONGEST_COPY_S]
-    reclaim.offers(one, Message("offers", (0,)))
+    reclaim.offers(one, Message("offers", (3 * GIB,)))
     give(pool, chunks[:1])
     settle(pool)
     reclaim.reclaimed(one, Message("reclaimed", (0, 0)))
+    want(pool, two, (GIB, GIB, GIB))
+    settle(pool)
     now += 1.0
     reclaim.step(now)
-    assert asked[1:] == [(one, 0), (two, 0)]
+    assert asked[2:] == [(one, 0)]
     assert reclaim.deadlines() == [now + LONGEST_ROUND_S]
-    pool.queue.close(two, request)
-    reclaim.step(now)
-    assert reclaim.deadlines() == []
