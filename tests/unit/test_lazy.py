@@ -586,7 +586,7 @@ def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
         copies_in()
         copies = controls.count("cuMemcpyDtoHAsync")
         region.pause(lazy="copy")
-        time.sleep(0.1)
+        time.sleep(0.5)
         assert (controls.count("cuMemcpyDtoHAsync"), region.backup_bytes) == (copies, 0)
         controls.hold("cuMemcpyDtoHAsync")
     until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
@@ -594,7 +594,7 @@ def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
         copies_in()
         controls.go_on("cuMemcpyDtoHAsync")
         wait_for_copies(region, 4)  # the batch that had begun
-        time.sleep(0.1)
+        time.sleep(0.5)
         assert region.backup_bytes == 4 * CHUNK
     wait_for_copies(region, 12)
     region.resume()
