@@ -761,6 +761,14 @@ REWRITES = [
         ["unit/test_pool.py::test_a_demand_asks_its_own_client_last_and_does_not_wait_for_its_gil"],
     ),
     Rewrite(
+        "offers_for_another_demand_are_a_round",
+        "broker: a demand is refused before any cache was asked for, if offers for the last demand were under way",
+        "memsaver/broker/reclaim.py",
+        "bool(self._asked) and self._offering is None",
+        "bool(self._asked)",
+        ["unit/test_pool.py::test_a_round_after_an_answer_about_offers_ends_in_time"],
+    ),
+    Rewrite(
         "an_answer_about_offers_stays_open",
         "broker: each round after a request of offers may take as long as a copy",
         "memsaver/broker/reclaim.py",

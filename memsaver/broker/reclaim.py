@@ -82,7 +82,7 @@ class Reclaim:
             self._pause_s = FIRST_PAUSE_S
             if self._offering is None or self._offering[0] is not head.client:
                 self._asked.pop(head.client.id, None)  # its thread that waits for the demand may hold the GIL
-            self._has_round = bool(self._asked)
+            self._has_round = bool(self._asked) and self._offering is None
             self._exhausted.clear()
             self._own_asked = False
             self._told.pop(head, None)
