@@ -2,15 +2,9 @@
 
 #include <algorithm>
 #include <deque>
-#include <limits>
 #include <utility>
 
 namespace memsaver {
-namespace {
-
-constexpr Range kEverywhere{0, std::numeric_limits<std::size_t>::max()};
-
-}  // namespace
 
 class PiecedBackup::PieceSaver final : public Saver {
  public:

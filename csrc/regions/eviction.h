@@ -54,7 +54,6 @@ struct Given {
   bool late = false;                   // the deadline has passed, and some are still offered
 };
 
-constexpr Range kAllAddresses{0, static_cast<std::size_t>(-1)};
 // Evicts the chunks of a paused region that overlap a range. Throws the error of a copy, and Error during a capture. At
 // least one batch is copied.
 Given evict_within(Region& region, Range range, Deadline deadline);

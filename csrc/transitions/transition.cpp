@@ -185,7 +185,7 @@ void Transition::begin() {
         "a CUDA graph is being captured, and a pause would break it by its wait for the device: end the capture first");
   for (Region* region : wanted_out_)
     if (!contains(lazy_, region)) {
-      const Given given = evict_within(*region, kAllAddresses, bounds_.whole);
+      const Given given = evict_within(*region, kEverywhere, bounds_.whole);
       if (given.late) throw_late("backup", "chunks that an earlier, lazy pause had offered were copied out");
       outcome_.released_bytes += given.bytes;
       outcome_.copied_bytes += given.copied;
