@@ -142,7 +142,6 @@ void bind_process(nb::module_& module) {
       "act"_a);
   module.def("capturing", [] { return core().parts.gate.capturing(); });
   module.def("refresh_peers", [] { core().refresh_peers(); }, unlocked);
-  module.def("clock", [] { return std::chrono::duration<double>(now().time_since_epoch()).count(); });
   module.def("device_stats", &device_stats, "device"_a);
   module.def(
       "wait_idle",

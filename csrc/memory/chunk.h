@@ -133,7 +133,6 @@ class ChunkSource {
   // `whole`: ends the wait for chunks that others offer as well, which `deadline` does not end.
   virtual std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) = 0;
   virtual void take_back(Chunk chunk) noexcept = 0;    // called by the destructor of a chunk; `chunk` has no source
-  virtual std::size_t give_up(std::size_t bytes) = 0;  // releases idle chunks to the driver; returns their bytes
   virtual std::size_t idle_bytes() const = 0;          // of idle chunks in this process
   virtual Supply look() = 0;
   virtual void settle() {}  // returns when other processes can get all chunks that were returned
@@ -160,7 +159,7 @@ class RetainedPool final : public ChunkSource {
 
   std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) override;
   void take_back(Chunk chunk) noexcept override;
-  std::size_t give_up(std::size_t bytes) override;
+  std::size_t give_up(std::size_t bytes);  // releases idle chunks to the driver; returns their bytes
   std::size_t idle_bytes() const override;
   Supply look() override;
 

@@ -46,7 +46,6 @@ class SharedPool final : public ChunkSource {
 
   std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) override;
   void take_back(Chunk chunk) noexcept override;
-  std::size_t give_up(std::size_t) override { return 0; }
   std::size_t idle_bytes() const override { return 0; }
   Supply look() override;
   void settle() override;

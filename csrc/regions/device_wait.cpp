@@ -98,8 +98,6 @@ CaptureGate::Pass::Pass(CaptureGate& gate) : gate_(&gate) {
     ++gate.operations_;
 }
 
-CaptureGate::Pass::Pass(Pass&& other) noexcept : gate_(std::exchange(other.gate_, nullptr)) {}
-
 void CaptureGate::Pass::end() {
   CaptureGate* gate = std::exchange(gate_, nullptr);
   if (gate == nullptr) return;

@@ -24,8 +24,8 @@ class CaptureGate {
   class Pass {
    public:
     explicit Pass(CaptureGate& gate);
-    Pass(Pass&& other) noexcept;
-    Pass& operator=(Pass&&) = delete;
+    Pass(const Pass&) = delete;
+    Pass& operator=(const Pass&) = delete;
     ~Pass() { end(); }
     explicit operator bool() const { return gate_ != nullptr; }
     void end();
