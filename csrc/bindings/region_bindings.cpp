@@ -184,7 +184,7 @@ Region* make_region(const std::string& tag, const std::string& device, const std
 // The region of torch's default pool on a CUDA device, which is made at the first call.
 Region* default_pool(const std::string& tag, const std::string& device, const std::string& backup) {
   const Policy policy = policy_of(backup);
-  if (Region* known = default_pools().of(core().device(device))) return known;
+  if (Region* known = default_pools().on(core().device(device).driver->ordinal())) return known;
   Region& made = core().region(tag, device, {.policy = policy, .most_slack = 0, .placed = true});
   if (!made.placed) throw BadArgument("region '" + tag + "' on " + device + " exists, expected a new tag");
   default_pools().add(made);

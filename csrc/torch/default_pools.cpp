@@ -74,10 +74,6 @@ Region* DefaultPools::on(int ordinal) {
   return found == regions_.end() ? nullptr : found->second;
 }
 
-Region* DefaultPools::of(const Device& device) {
-  return device.driver->ordinal() < 0 ? nullptr : on(device.driver->ordinal());
-}
-
 std::vector<Region*> DefaultPools::all() {
   std::vector<Region*> found;
   const std::lock_guard lock(mutex_);
@@ -85,20 +81,10 @@ std::vector<Region*> DefaultPools::all() {
   return found;
 }
 
-bool DefaultPools::knows(Handle handle) {
-  const std::lock_guard lock(mutex_);
-  return pieces_.contains(handle);
-}
-
-Region* DefaultPools::taking(int ordinal) {
-  Region* region = on(ordinal);
-  return region != nullptr && region->state() == State::active ? region : nullptr;
-}
-
 std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordinal) {
   if (!usable()) return std::nullopt;
-  Region* region = taking(ordinal);
-  if (region == nullptr) {
+  Region* region = on(ordinal);
+  if (region == nullptr || region->state() != State::active) {
     refusal = {};
     return std::nullopt;
   }
@@ -130,8 +116,10 @@ std::optional<int> DefaultPools::release(Handle handle) {
 }
 
 std::optional<int> DefaultPools::export_handle(Handle handle) {
+  if (!usable()) return std::nullopt;
   // Another process would keep the memory over a pause. memsaver's own export follows the pauses.
-  return usable() && knows(handle) ? std::optional<int>(kNoSupport) : std::nullopt;
+  const std::lock_guard lock(mutex_);
+  return pieces_.contains(handle) ? std::optional<int>(kNoSupport) : std::nullopt;
 }
 
 std::optional<DefaultPools::Piece> DefaultPools::take(Handle handle) {

@@ -41,7 +41,7 @@ class DefaultPools {
   std::string bind(const std::string& library);
   // From now on torch's pieces on the region's device are segments of this region, which is placed.
   void add(Region& region);
-  Region* of(const Device& device);  // null: none
+  Region* on(int ordinal);  // the region of a CUDA device; null: none
 
   // Calls of torch. Each returns the driver's code for the call, or nullopt: the driver makes the call. They throw
   // nothing, since the caller is C code.
@@ -63,14 +63,11 @@ class DefaultPools {
     std::vector<Chunk> chunks;  // empty once the piece is mapped
   };
 
-  Region* on(int ordinal);
   // Whether a piece may lie in another reservation of addresses than the one before it. Reservations from before bind()
   // are not known.
   bool may_begin_reservation(Address address);
-  Region* taking(int ordinal);  // the region that new pieces on a device go to; null: the driver makes them
-  void unreserve_late();        // addresses that were freed while a transition had chunks there
+  void unreserve_late();  // addresses that were freed while a transition had chunks there
   std::vector<Region*> all();
-  bool knows(Handle handle);
   std::optional<Piece> take(Handle handle);  // for map(): the piece stays known, without its chunks
 
   std::mutex binding_;
