@@ -92,9 +92,7 @@ class CommonMemory::Guard {
 
  private:
   void unlock() {
-    struct flock none{};
-    none.l_type = F_UNLCK;
-    none.l_len = 1;
+    struct flock none = of_bytes(F_UNLCK, 0, 1);
     if (memory_.lock_) ::fcntl(memory_.lock_->get(), F_SETLK, &none);
     memory_.mutex_.unlock();
   }
@@ -130,20 +128,14 @@ void CommonMemory::open_lock() {
 }
 
 bool CommonMemory::try_lock(std::size_t byte) const {
-  struct flock wanted{};
-  wanted.l_type = F_WRLCK;
-  wanted.l_start = static_cast<off_t>(byte);
-  wanted.l_len = 1;
+  struct flock wanted = of_bytes(F_WRLCK, static_cast<off_t>(byte), 1);
   if (::fcntl(lock_->get(), F_SETLK, &wanted) == 0) return true;
   if (errno == EACCES || errno == EAGAIN || errno == EINTR) return false;
   throw error("cannot lock " + path_ + ": " + std::strerror(errno));
 }
 
 pid_t CommonMemory::holder(std::size_t byte) const {
-  struct flock found{};
-  found.l_type = F_WRLCK;
-  found.l_start = static_cast<off_t>(byte);
-  found.l_len = 1;
+  struct flock found = of_bytes(F_WRLCK, static_cast<off_t>(byte), 1);
   if (::fcntl(lock_->get(), F_GETLK, &found) != 0 || found.l_type == F_UNLCK) return 0;
   return found.l_pid > 0 ? found.l_pid : -1;
 }

@@ -1,6 +1,7 @@
 // Files: owned descriptors, small files of the system, and unnamed files that vanish with the process.
 #pragma once
 
+#include <fcntl.h>
 #include <sys/types.h>
 
 #include <cstddef>
@@ -23,6 +24,16 @@ class File {
  private:
   int descriptor_;
 };
+
+// For fcntl(): a lock of bytes. `count` 0: all that follow.
+inline struct flock of_bytes(short type, off_t begin, off_t count) {
+  struct flock bytes{};
+  bytes.l_type = type;
+  bytes.l_whence = SEEK_SET;
+  bytes.l_start = begin;
+  bytes.l_len = count;
+  return bytes;
+}
 
 // The text of a file of the system, at most `most` bytes; nullopt, with errno set, if it cannot be read. Streams of the
 // standard library are avoided: beside torch, which may bring a C++ library of its own, they read nothing.

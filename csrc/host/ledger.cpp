@@ -35,15 +35,6 @@ constexpr off_t kOpening = 0;  // held while a process opens or removes the tabl
 constexpr off_t kTable = 1;    // held while the table is read or changes
 constexpr off_t kAlive = 2;    // and `pid` more bytes: held by this process while it uses the table
 
-struct flock of_bytes(short type, off_t begin, off_t count) {
-  struct flock bytes{};
-  bytes.l_type = type;
-  bytes.l_whence = SEEK_SET;
-  bytes.l_start = begin;
-  bytes.l_len = count;  // 0: all that follow
-  return bytes;
-}
-
 void set_lock(int file, short type, off_t at) {
   struct flock byte = of_bytes(type, at, 1);
   while (::fcntl(file, F_SETLKW, &byte) != 0)
