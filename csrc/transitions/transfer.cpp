@@ -523,12 +523,9 @@ void Transfer::put(Coming& coming, Slot slot, Chunk chunk) {
 
 void Transfer::give_access(Coming& coming) {
   if (coming.run.empty()) return;
-  coming.region->allow(coming.run);
-  write_into(coming, std::exchange(coming.run, {}));
-}
-
-void Transfer::write_into(Coming& coming, const std::vector<Slot>& neighbours) {
   Region& region = *coming.region;
+  region.allow(coming.run);
+  const std::vector<Slot> neighbours = std::exchange(coming.run, {});
   const Range range = range_of(neighbours);
   if (coming.fills) fill(coming, range);
   fills_ |= coming.fills || region.clean(neighbours, coming.wanted);

@@ -189,7 +189,6 @@ class Transfer {
   void use_kept(Coming& coming);
   void put(Coming& coming, Slot slot, Chunk chunk);
   void give_access(Coming& coming);
-  void write_into(Coming& coming, const std::vector<Slot>& neighbours);
   void load(Coming& coming, Range range);
   void hand_on(Chunk chunk);
   void finish_coming();
