@@ -7,17 +7,6 @@
 #include "pool/wire.h"
 
 namespace memsaver {
-namespace {
-
-template <typename Items>
-nb::tuple all_of(const Items& items) {
-  const NoCollector no_collector;
-  nb::list found;
-  for (const auto& item : items) found.append(item);
-  return nb::tuple(found);
-}
-
-}  // namespace
 
 void bind_broker(nb::module_& module) {
   nb::class_<PhysicalMemory>(module, "PhysicalMemory")
@@ -43,6 +32,9 @@ void bind_broker(nb::module_& module) {
                               each.fabric, "mps", each.mps));
     return found;
   });
+  const auto all_of = [](const auto& array) {
+    return std::apply([](const auto&... each) { return nb::make_tuple(each...); }, array);
+  };
   nb::dict kinds, refusals;
 #define MEMSAVER_KIND(name, number) kinds[#name] = number;
   MEMSAVER_MESSAGES(MEMSAVER_KIND)
