@@ -128,7 +128,8 @@ std::byte* HostArena::slab_end(const std::byte* data) const {
 
 // Each range doubles the reserved addresses: few ranges, since no extent spans two, and addresses are left for other
 // devices.
-std::byte* HostArena::take_addresses_locked(std::size_t size) {
+std::byte* HostArena::take_addresses(std::size_t size) {
+  std::lock_guard lock(mutex_);
   auto found = addresses_.take(size);
   if (!found) {
     const Range range = reserve_addresses(std::max(size, reserved_ == 0 ? kFirstRange : reserved_), size);
@@ -140,11 +141,7 @@ std::byte* HostArena::take_addresses_locked(std::size_t size) {
 }
 
 HostArena::Extent HostArena::make(std::size_t bytes, std::size_t wanted) {
-  std::byte* data = nullptr;
-  {
-    std::lock_guard lock(mutex_);
-    data = take_addresses_locked(bytes);
-  }
+  std::byte* const data = take_addresses(bytes);
   std::size_t made = 0;
   try {
     while (made < bytes) made += make_slab(data + made, budget_.slab(bytes - made), wanted);
@@ -208,11 +205,7 @@ void HostArena::fill_slab(std::byte* data, std::size_t bytes, std::size_t wanted
 }
 
 std::byte* HostArena::map_file(int file, std::size_t offset, std::size_t bytes) {
-  std::byte* data = nullptr;
-  {
-    std::lock_guard lock(mutex_);
-    data = take_addresses_locked(bytes);
-  }
+  std::byte* const data = take_addresses(bytes);
   try {
     fill_slab(data, bytes, bytes, Source{file, offset});
   } catch (const BackupError&) {

@@ -63,7 +63,7 @@ class HostArena {
   void fill_slab(std::byte* data, std::size_t bytes, std::size_t wanted, const std::optional<Source>& source);
   void map_memory(std::byte* data, std::size_t bytes, const std::optional<Source>& source);
   std::optional<Extent> take_idle(std::size_t bytes, bool whole);
-  std::byte* take_addresses_locked(std::size_t size);
+  std::byte* take_addresses(std::size_t size);
 
   Driver& driver_;
   HostBudget& budget_;
