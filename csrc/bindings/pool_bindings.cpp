@@ -7,18 +7,16 @@
 namespace memsaver {
 namespace {
 
-SharedPool& pool_of(const std::string& device) {
-  Device& on = opened(device);
-  std::lock_guard lock(core().mutex);
-  if (!on.pooled)
-    throw ConfigError("the memory of " + device + " is not in a shared pool: configure(pool='shared')", "pool");
-  return *on.shared;
-}
-
 SharedPool& any_pool_of(const std::string& device) {
   Device& on = opened(device);
   std::lock_guard lock(core().mutex);
   return on.shared_pool();
+}
+
+SharedPool& pool_of(const std::string& device) {
+  if (!opened(device).pooled)
+    throw ConfigError("the memory of " + device + " is not in a shared pool: configure(pool='shared')", "pool");
+  return any_pool_of(device);
 }
 
 void use_pool(const std::string& device, bool wanted) {
