@@ -169,11 +169,6 @@ def _in_order() -> list[_Entry]:
     return sorted(_entries.values(), key=lambda each: each.place)
 
 
-def registered() -> bool:
-    """Whether there is a guest."""
-    return bool(_entries)
-
-
 def tags() -> set[str]:
     """The tags of all guests."""
     return {tag for each in list(_entries.values()) for tag in each.guest.tags}

@@ -73,13 +73,13 @@ class Move:
         restore: Mapping[str, bool],
         lazy: Mapping[str, LazyMode],
     ) -> None:
-        """``backup``, ``restore`` and ``lazy`` are by tag. Default of ``backup``: the region's own policy."""
+        """``backup``, ``restore`` and ``lazy`` are by tag. Defaults: the region's own policy, and True."""
         self._pause, self._pause_guests = set(pause.regions), pause.guests
         self._thread, self._backup, self._restore = thread, backup, restore
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
         self.recorder = _results.Recorder(pause.tags, resume.tags)
         self.recorder.core = partial(_core_of, weakref.ref(self))
-        self._ends: list[Callable[[], None]] = []  # of the expectation of this pause
+        self._ends: list[Callable[[], object]] = []  # of the expectation of this pause
         self._guests = _guests.Moves({*resume.tags}, self.recorder.enter, until)
         self._leaving: tuple[str, ...] = ()
         self._pausing: list[Region] = []
@@ -104,14 +104,6 @@ class Move:
             ahead,
         )
 
-    def run(self) -> Transition:
-        try:
-            self.prepare()
-            return self.commit()
-        except BaseException as error:
-            self.fail(error)
-            raise
-
     def prepare(self) -> None:
         """Reserves everything the transition needs. If it raises, nothing has changed, and the caller calls fail()."""
         move = self.core
@@ -124,7 +116,7 @@ class Move:
             derived = {each for each in leaving if isinstance(each.backup, Derived) and each.tag not in self._backup}
             kept = ["none" if each in derived else self._backup.get(each.tag, str(each.backup)) for each in leaving]
             self._kept = {each.tag: policy for each, policy in zip(leaving, kept) if policy != "none"}
-            restored = [self._restore[each.tag] for each in move.resuming]
+            restored = [self._restore.get(each.tag, True) for each in move.resuming]
             coming = [wrapper(each) for each, wanted in zip(move.resuming, restored) if wanted]
             self._hold_sources(coming)
             if _stale != "off":
@@ -196,22 +188,12 @@ class Move:
 
         For guests: without guests, none.
         """
-        if not _guests.registered():
+        if not _guests.tags():
             return frozenset()
         others = {each.tag for each in all_regions() if each not in self._pause and not _is_away(each)}
         return {*self._pause_guests, *(each.tag for each in self._pause)} - others
 
     def commit(self) -> Transition:
-        outcome = self._commit()
-        self.recorder.end(
-            "done",
-            released_bytes=outcome.released_bytes,
-            restored_bytes=outcome.restored_bytes,
-            copied_bytes=outcome.copied_bytes,
-        )
-        return outcome
-
-    def _commit(self) -> Transition:
         move = self.core
         begun = False
         try:
@@ -244,15 +226,11 @@ class Move:
         except Error as error:
             error.resumed = tags_of(move.resuming, self._guests.resumed)
             raise
-        outcome = Transition(
-            paused=tags_of(move.pausing, self._guests.paused),
-            resumed=tags_of(move.resuming, self._guests.resumed),
-            released_bytes=done["released_bytes"],
-            restored_bytes=done["restored_bytes"],
-            copied_bytes=done["copied_bytes"],
-            seconds=done["seconds"] + self._guests.seconds,
-        )
+        seconds = done.pop("seconds") + self._guests.seconds  # the rest are bytes
+        paused, resumed = tags_of(move.pausing, self._guests.paused), tags_of(move.resuming, self._guests.resumed)
+        outcome = Transition(paused, resumed, **done, seconds=seconds)
         log.debug("%s", outcome)
+        self.recorder.end("done", **done)
         return outcome
 
     def _hold_sources(self, coming: Sequence[Region]) -> None:
@@ -337,7 +315,7 @@ def is_rebuilt(region: Region) -> bool:
     return isinstance(region.backup, Derived) and not region._core.keeps_contents
 
 
-def _call_all(functions: list[Callable[[], None]]) -> None:
+def _call_all(functions: list[Callable[[], object]]) -> None:
     """Calls the functions, and empties the list. An interrupted call is made again by the next one."""
     while functions:
         functions[-1]()

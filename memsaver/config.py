@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -96,10 +96,13 @@ def parse_seconds(value: Any, option: str) -> float:
     return found
 
 
-def _pool(value: Any, option: str) -> str:
-    if value not in pool_client.POOLS:
-        raise _wrong(option, value, f"one of {', '.join(map(repr, pool_client.POOLS))}")
-    return str(value)
+def _one_of(names: Sequence[str]) -> Callable[[Any, str], str]:
+    def parse(value: Any, option: str) -> str:
+        if value not in names:
+            raise _wrong(option, value, f"one of {', '.join(map(repr, names))}")
+        return str(value)
+
+    return parse
 
 
 def _patches(value: Any, option: str) -> list[str]:
@@ -139,12 +142,6 @@ def _trace(value: Any, option: str) -> str | None:
     if os.path.isdir(path) or not os.access(path if os.path.exists(path) else os.path.dirname(path), os.W_OK):
         raise _wrong(option, value, "the path of a file that can be written, in a directory that exists")
     return path
-
-
-def _stale(value: Any, option: str) -> str:
-    if value not in STALE:
-        raise _wrong(option, value, f"one of {', '.join(map(repr, STALE))}")
-    return str(value)
 
 
 def _text(value: str, option: str) -> str | None:
@@ -209,12 +206,12 @@ OPTIONS: Final = {
             "half of the machine's memory",
         ),
         Option("pool_capacity", None, _pages, pool_client.set_capacity, "90 % of a GPU, or all of the host device"),
-        Option("pool", "process", _pool, pool_client.set_pool),
+        Option("pool", "process", _one_of(pool_client.POOLS), pool_client.set_pool),
         Option("retain", 0, parse_size, _core.set_retain),
         Option("host_limit", None, _limit, _core.set_host_limit, "auto"),
         Option("lazy", False, _lazy, _moves.set_lazy),
         Option("verify", False, _switch, _moves.set_verify),
-        Option("stale", "off", _stale, _moves.set_stale),
+        Option("stale", "off", _one_of(STALE), _moves.set_stale),
         Option("disk_dir", None, _disk_dir, lambda path: _core.set_disk_dir(path or "")),
         Option("memory_timeout", 0.0, parse_seconds, _core.set_memory_timeout),
         Option(

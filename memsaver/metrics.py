@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -57,6 +57,25 @@ _ZEROS = {
     for name, (labels, _) in _TOTALS.items()
     for each in product(*(_VALUES[label] for label in labels))
 }
+# Of the status of a pool, and of its clients: see memsaver/broker/status.py.
+_OF_POOLS: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "pool_capacity_bytes": ("Most that the pool lends", lambda pool: pool["capacity_bytes"]),
+    "pool_free_bytes": ("The part of the capacity that no client has", caller.free_bytes),
+}
+_OF_CLIENTS: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "client_backup_bytes": (
+        "Pinned host memory that a client holds for contents", lambda client: client["host_held_bytes"] or 0
+    ),
+    "demands": ("Demands of a client that wait", lambda client: len(client["waiting"])),
+    "demand_bytes": (
+        "Memory that these demands still lack",
+        lambda client: sum(one["needed_bytes"] - one["granted_bytes"] for one in client["waiting"]),
+    ),
+    "demand_seconds": (
+        "Seconds since the oldest of these demands",
+        lambda client: max((one["seconds"] for one in client["waiting"]), default=0),
+    ),
+}  # fmt: skip
 _Rows = Iterable[tuple[Sequence[str], float]]  # values of the labels, and a figure
 
 
@@ -198,18 +217,8 @@ class PoolCollector(Collector):
             ("pool",),
             answers,
         )
-        yield _gauge(
-            "pool_capacity_bytes",
-            "Most that the pool lends",
-            labels,
-            [(values, pool["capacity_bytes"]) for values, pool in each_pool],
-        )
-        yield _gauge(
-            "pool_free_bytes",
-            "The part of the capacity that no client has",
-            labels,
-            [(values, caller.free_bytes(pool)) for values, pool in each_pool],
-        )
+        for name, (text, of_pool) in _OF_POOLS.items():
+            yield _gauge(name, text, labels, [(values, of_pool(pool)) for values, pool in each_pool])
         of_process = (*labels, "pid", "process")
         yield _gauge(
             "device_bytes",
@@ -224,31 +233,8 @@ class PoolCollector(Collector):
                 ),
             ],
         )
-        yield _gauge(
-            "client_backup_bytes",
-            "Pinned host memory that a client holds for contents",
-            of_process,
-            [(values, client["host_held_bytes"] or 0) for values, client in clients],
-        )
-        waits = [(values, client["waiting"]) for values, client in clients]
-        yield _gauge(
-            "demands",
-            "Demands of a client that wait",
-            of_process,
-            [(values, len(waiting)) for values, waiting in waits],
-        )
-        yield _gauge(
-            "demand_bytes",
-            "Memory that these demands still lack",
-            of_process,
-            [(values, sum(one["needed_bytes"] - one["granted_bytes"] for one in waiting)) for values, waiting in waits],
-        )
-        yield _gauge(
-            "demand_seconds",
-            "Seconds since the oldest of these demands",
-            of_process,
-            [(values, max((one["seconds"] for one in waiting), default=0)) for values, waiting in waits],
-        )
+        for name, (text, of_client) in _OF_CLIENTS.items():
+            yield _gauge(name, text, of_process, [(values, of_client(client)) for values, client in clients])
 
 
 def _gauge(name: str, text: str, labels: Sequence[str], rows: _Rows) -> Metric:

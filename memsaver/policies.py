@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from memsaver import _core
 
@@ -155,10 +155,8 @@ class Derived:
             check_tag(tag)
 
 
-_V = TypeVar("_V")
 _Check = Callable[[object, str], None]
-_ByTag = dict[str, _V]
-_ByRole = dict[str, dict[str, _V]]
+ByRole = dict[str, dict[str, Any]]  # values by role and tag
 
 
 # ``option``: the argument's name in an error.
@@ -167,7 +165,7 @@ _ByRole = dict[str, dict[str, _V]]
 def check_backup(backup: object, option: str = "backup") -> None:
     """Raises ValueError unless ``backup`` is a policy."""
     if backup not in BACKUPS:
-        raise ValueError(f"{option} is {backup!r}, expected one of {_listed(BACKUPS)}")
+        raise ValueError(f"{option} is {backup!r}, expected one of {listed(BACKUPS)}")
 
 
 def check_restore(restore: object, option: str = "restore") -> None:
@@ -183,47 +181,41 @@ def check_lazy(lazy: object, option: str = "lazy") -> None:
         raise error(f"{option} is {lazy!r}, expected True, False or 'copy'")
 
 
-def backups(backup: Backup, tags: Sequence[str]) -> _ByTag[str]:
-    """By tag, the policies in a call. Raises ValueError for tags that do not pause, and for other policies."""
-    return {} if backup is None else _by_tag("backup", backup, tags, check_backup)
+_CHECKS: dict[str, _Check] = {"backup": check_backup, "restore": check_restore, "lazy": check_lazy}
 
 
-def restores(restore: Restore, tags: Sequence[str]) -> _ByTag[bool]:
-    """By tag, whether to restore contents. Raises ValueError for tags that do not resume, TypeError unless a bool."""
-    return {**dict.fromkeys(tags, True), **_by_tag("restore", restore, tags, check_restore)}
+def of_call(option: str, given: Any, tags: Sequence[str]) -> dict[str, Any]:
+    """By tag, the values of ``backup``, ``restore`` or ``lazy`` in a call. ``tags``: those that pause, or that resume.
+
+    Raises ValueError for other tags, and as the check of the option.
+    """
+    return {} if given is None and option != "restore" else _by_tag(option, given, tags, _CHECKS[option])
 
 
-def lazies(lazy: Lazy, tags: Sequence[str]) -> _ByTag[LazyMode]:
-    """By tag, whether a pause is lazy. Raises ValueError for tags that do not pause, and as check_lazy()."""
-    return {} if lazy is None else _by_tag("lazy", lazy, tags, check_lazy)
+def of_turn(option: str, given: Any, tags: Mapping[str, Sequence[str]], place: str = "") -> ByRole:
+    """By role and tag, the values of an option in a turn. As ``of_call()``, with the tags by role.
+
+    ``place``: follows the option's name in an error.
+    """
+    return {} if given is None else _by_role(option + place, given, tags, _CHECKS[option])
 
 
-def turn_backups(backup: TurnBackup, leaving: Mapping[str, Sequence[str]], option: str = "backup") -> _ByRole[str]:
-    """By role and tag, the policies in a turn. ``leaving``: the tags that pause in it, by role. Raises as backups()."""
-    return {} if backup is None else _by_role(option, backup, leaving, check_backup)
-
-
-def turn_lazies(lazy: TurnLazy, leaving: Mapping[str, Sequence[str]], option: str = "lazy") -> _ByRole[LazyMode]:
-    """By role and tag, whether a pause in a turn is lazy. Arguments and errors as of turn_backups()."""
-    return {} if lazy is None else _by_role(option, lazy, leaving, check_lazy)
-
-
-def turn_restores(restore: TurnRestore, coming: Mapping[str, Sequence[str]], option: str = "restore") -> _ByRole[bool]:
-    """By role and tag, whether a turn restores contents. ``coming``: the tags that resume in it, by role."""
-    return {} if restore is None else _by_role(option, restore, coming, check_restore)
-
-
-def joined(first: _ByRole[_V], then: _ByRole[_V]) -> _ByRole[_V]:
+def joined(first: ByRole, then: ByRole) -> ByRole:
     """The union of both. For a tag of a role in both, the second applies."""
     return {role: {**first.get(role, {}), **then.get(role, {})} for role in {**first, **then}}
 
 
-def _by_role(option: str, given: Any, tags: Mapping[str, Sequence[str]], check: _Check) -> _ByRole[Any]:
+def those_of(tags: Iterable[str], given: Any) -> Any:
+    """The values of an option for these tags. A value for all tags stays."""
+    return {tag: given[tag] for tag in tags if tag in given} if isinstance(given, Mapping) else given
+
+
+def _by_role(option: str, given: Any, tags: Mapping[str, Sequence[str]], check: _Check) -> ByRole:
     if not isinstance(given, Mapping):
         return {role: _by_tag(option, given, names, check) for role, names in tags.items()}
     for role in given:
         if role not in tags:
-            raise ValueError(f"{option} names the role {role!r}, expected one of {_listed(tags)}")
+            raise ValueError(f"{option} names the role {role!r}, expected one of {listed(tags)}")
     found = {role: _by_tag(f"{option} of {role!r}", value, tags[role], check) for role, value in given.items()}
     for role in given:
         if not tags[role]:
@@ -231,7 +223,7 @@ def _by_role(option: str, given: Any, tags: Mapping[str, Sequence[str]], check: 
     return found
 
 
-def _by_tag(option: str, given: Any, tags: Sequence[str], check: _Check) -> _ByTag[Any]:
+def _by_tag(option: str, given: Any, tags: Sequence[str], check: _Check) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         check(given, option)
         return dict.fromkeys(tags, given)
@@ -239,7 +231,7 @@ def _by_tag(option: str, given: Any, tags: Sequence[str], check: _Check) -> _ByT
     for tag, value in given.items():
         if tag not in moving:
             raise ValueError(
-                f"{option} names the tag {tag!r}, expected one that {_move(option)}: {_listed(tags) or 'none does'}"
+                f"{option} names the tag {tag!r}, expected one that {_move(option)}: {listed(tags) or 'none does'}"
             )
         check(value, f"{option} for {tag!r}")
     return dict(given)
@@ -249,5 +241,5 @@ def _move(option: str) -> str:
     return "resumes" if option.startswith("restore") else "pauses"
 
 
-def _listed(names: Iterable[object]) -> str:
+def listed(names: Iterable[object]) -> str:
     return ", ".join(map(repr, names))

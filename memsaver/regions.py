@@ -124,6 +124,11 @@ class Region:
         return self._handle
 
     @property
+    def _index(self) -> int:
+        """The number of its device; 0 for the host driver."""
+        return int(self.device.partition(":")[2] or 0)
+
+    @property
     def state(self) -> str:
         """One of ``"active"``, ``"pausing"``, ``"paused"``, ``"resuming"`` and ``"lost"``."""
         return str(self._core.state)
@@ -552,9 +557,7 @@ def region(
     derived = backup if isinstance(backup, Derived) else None
     if backup is not None and derived is None:
         check_backup(backup)
-    if frozen is not None and not isinstance(frozen, bool):
-        raise TypeError(f"frozen is {frozen!r}, expected True or False")
-    for option, flag in (("one_handle", one_handle), ("written_in_use", written_in_use)):
+    for option, flag in (("frozen", frozen), ("one_handle", one_handle), ("written_in_use", written_in_use)):
         if flag is not None and not isinstance(flag, bool):
             raise TypeError(f"{option} is {flag!r}, expected True or False")
     if same_as is not None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from memsaver import policies
 from memsaver._adapter import loaded
 from memsaver._moves import Move, active
-from memsaver._results import Display, display
+from memsaver._results import Display, display, in_thread
 from memsaver._results import Transition as Transition
 from memsaver._results import TransitionFuture as TransitionFuture
-from memsaver._results import in_thread as in_thread
 from memsaver.policies import READERS_S, Backup, Bounds, Lazy, Restore
 from memsaver.regions import NOTHING, Chosen, Selection, choose, find
 
@@ -253,9 +252,9 @@ def _queued(
 
     ``thread``: the one that may be inside a region that it pauses.
     """
-    kept = policies.backups(backup, pause.tags)
-    restored = policies.restores(restore, resume.tags)
-    lazily = policies.lazies(lazy, pause.tags)
+    kept = policies.of_call("backup", backup, pause.tags)
+    restored = policies.of_call("restore", restore, resume.tags)
+    lazily = policies.of_call("lazy", lazy, pause.tags)
     for each in pause.regions:
         if each.same_as is not None and lazily.get(each.tag) and kept.get(each.tag, "host") == "host":
             raise ValueError(
@@ -273,13 +272,17 @@ def _queued(
     return Move(pause, resume, thread, bounds, kept, restored, lazily)
 
 
-def _run(move: Move | None, shown: Display | None) -> Transition:
+def _run(move: Move | None, shown: Display | None, is_prepared: bool = False) -> Transition:
     if move is None:
         return Transition()
-    if shown is None:
-        return move.run()
-    with shown(move.recorder):
-        return move.run()
+    with nullcontext() if shown is None else shown(move.recorder):
+        try:
+            if not is_prepared:
+                move.prepare()
+            return move.commit()
+        except BaseException as error:
+            move.fail(error)
+            raise
 
 
 class Prepared:
@@ -297,13 +300,7 @@ class Prepared:
         Returns an empty transition after ``commit()`` or ``abort()``.
         """
         move, self._move = self._move, None
-        if move is None:
-            return Transition()
-        try:
-            return move.commit()
-        except BaseException as error:
-            move.fail(error)
-            raise
+        return _run(move, None, is_prepared=True)
 
     def abort(self) -> None:
         """Releases the reservations: the regions are active again. A no-op after ``commit()`` or ``abort()``."""

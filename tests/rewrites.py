@@ -208,8 +208,8 @@ REWRITES = [
         "an_undo_has_the_rest_of_the_time",
         "turns: pauses that take resumes back have no time left after a resume that has used all of it",
         "memsaver/turns/turn.py",
-        "replace(self._options, since=time.monotonic(), backup={})",
-        "replace(self._options, backup={})",
+        "replace(self._options, since=time.monotonic(), values=values)",
+        "replace(self._options, values=values)",
         ["unit/test_group_answers.py::test_members_pause_again_with_the_time_of_the_whole_turn"],
     ),
     Rewrite(
@@ -233,14 +233,14 @@ REWRITES = [
         "members: an actor prepares after its drain although the turn was taken back meanwhile",
         "memsaver/turns/members.py",
         """\
-        self._turn += 1
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
+            self._turn += 1
+            prepared, self._prepared = self._prepared, None
+            if prepared is not None:
 """,
         """\
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            self._turn += 1
+            prepared, self._prepared = self._prepared, None
+            if prepared is not None:
+                self._turn += 1
 """,
         ["unit/test_group_answers.py::test_an_actor_that_drains_while_its_turn_is_taken_back_stays_as_it_was"],
     ),

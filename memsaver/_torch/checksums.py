@@ -30,12 +30,11 @@ _FACTORS = [[_numbers.getrandbits(64) - (1 << 63) | 1 for _ in range(_ROW // 8)]
 _kept: WeakKeyDictionary[Region, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
 
 
-def record(region: Region, ranges: Ranges | None) -> None:
-    """Computes and keeps the checksums of these ranges of a region that is mapped and unused. None: forgets them."""
+def record(region: Region, ranges: Ranges) -> None:
+    """Computes and keeps the checksums of these ranges of a region that is mapped and unused."""
     _kept.pop(region, None)
-    if ranges is not None:
-        parts = region._core.segments(ranges)
-        _kept[region] = [(address, nbytes, _sums(region.device, address, nbytes)) for address, nbytes in parts]
+    parts = region._core.segments(ranges)
+    _kept[region] = [(address, nbytes, _sums(region.device, address, nbytes)) for address, nbytes in parts]
 
 
 def forget_all() -> None:
@@ -48,19 +47,19 @@ def check(region: Region) -> None:
     Raises VerifyError if contents differ.
     """
     segments = region._core.segments()
-    found: list[tuple[int, int, int]] = []  # address and bytes of a part, and the offset of its first difference
+    # Of each part that differs: address and bytes, the offset of the first difference, and the segment.
+    found: list[tuple[int, int, int, tuple[int, int]]] = []
     for address, nbytes, before in _kept.pop(region, []):
         at = bisect.bisect(segments, address, key=operator.itemgetter(0)) - 1
         if at < 0 or address >= sum(segments[at]):
             continue  # it was freed while the region was paused
         differing = torch.nonzero(_sums(region.device, address, nbytes) != before)
         if differing.numel():
-            found.append((address, nbytes, int(differing[0]) * _ROW))
+            found.append((address, nbytes, int(differing[0]) * _ROW, segments[at]))
     if not found:
         return
-    address, _, offset = found[0]
-    begin, size = segments[bisect.bisect(segments, address, key=operator.itemgetter(0)) - 1]
-    names = ", ".join(f"{address:#x} of {nbytes} bytes" for address, nbytes, _ in found[:_MOST_NAMED])
+    address, _, offset, (begin, size) = found[0]
+    names = ", ".join(f"{address:#x} of {nbytes} bytes" for address, nbytes, *_ in found[:_MOST_NAMED])
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     raise VerifyError(
         f"the contents of region {region.tag!r} on {region.device} changed between its pause and its resume: "
@@ -70,7 +69,7 @@ def check(region: Region) -> None:
         tag=region.tag,
         segment=begin,
         offset=address + offset - begin,
-        parts=[(address, nbytes) for address, nbytes, _ in found],
+        parts=[(address, nbytes) for address, nbytes, *_ in found],
     )
 
 

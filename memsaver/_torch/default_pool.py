@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -113,18 +114,18 @@ class DefaultPools:
 
     def check(self, tag: str, device: str, backup: str) -> None:
         """Raises ValueError if the device has another default pool, or the tag another region."""
-        mine = [each for each in self._regions.values() if each.device == device]
-        for region in mine:
-            if (region.tag, region.backup) != (tag, backup):
-                raise ValueError(
-                    f"tag is {tag!r} and backup is {backup!r}, but the default pool of {device} is region "
-                    f"{region.tag!r} with {region.backup!r}"
-                )
-        if not mine and any((each.tag, each.device) == (tag, device) for each in all_regions()):
-            raise ValueError(f"tag is {tag!r}, which has a region on {device}, expected a new tag")
+        region = next((each for each in self._regions.values() if each.device == device), None)
+        if region is None:
+            if any((each.tag, each.device) == (tag, device) for each in all_regions()):
+                raise ValueError(f"tag is {tag!r}, which has a region on {device}, expected a new tag")
+        elif (region.tag, region.backup) != (tag, backup):
+            raise ValueError(
+                f"tag is {tag!r} and backup is {backup!r}, but the default pool of {device} is region "
+                f"{region.tag!r} with {region.backup!r}"
+            )
 
     def add(self, region: Region) -> None:
-        self._regions.setdefault(_index(region), region)
+        self._regions.setdefault(region._index, region)
 
     def among(self, regions: Iterable[Region]) -> list[Region]:
         return [each for each in regions if each in self._regions.values()]
@@ -132,7 +133,7 @@ class DefaultPools:
     def active_on(self, device: str) -> bool:
         return any(each.device == device and each.state == "active" for each in self._regions.values())
 
-    def expect_pause(self, regions: Sequence[Region]) -> Callable[[], None]:
+    def expect_pause(self, regions: Sequence[Region]) -> Callable[[], object]:
         """Lets all threads allocate from other pools before a pause, up to the call of the returned function or later.
 
         torch would hand out free blocks of a default pool, which have no memory while it is paused. Of regions without
@@ -140,11 +141,9 @@ class DefaultPools:
         possible then, and one that began all the same would leave threads there.
         """
         pause = object()
-        self._expected[pause] = frozenset(_index(region) for region in self.among(regions))
+        self._expected[pause] = frozenset(region._index for region in self.among(regions))
 
-        def end() -> None:
-            self._expected.pop(pause, None)
-
+        end = partial(self._expected.pop, pause, None)
         try:
             self._move_threads_away(regions)
         except BaseException:
@@ -155,7 +154,7 @@ class DefaultPools:
     def _move_threads_away(self, regions: Sequence[Region]) -> None:
         with self._lock:
             for region in self.among(regions):
-                index = _index(region)
+                index = region._index
                 if region.state not in ("active", "pausing") or side_pools.has_begun(index):
                     continue
                 if _core.capturing():
@@ -175,10 +174,6 @@ class DefaultPools:
 
 
 default_pools = DefaultPools()
-
-
-def _index(region: Region) -> int:
-    return int(region.device.removeprefix("cuda:"))
 
 
 def _settings() -> str:

@@ -86,7 +86,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
 
     def capture_end(self) -> None:
         """Ends a capture, as ``torch.cuda.CUDAGraph`` does. ``memsaver.graph()`` calls it."""
-        adapter().capture_end(self, super().capture_end)
+        _end_capture(self, super().capture_end, adapter().capture_failed)
 
     def replay(self) -> None:
         """Launches the graph on the current stream. No pause of its regions begins before the launch is queued.
@@ -231,7 +231,7 @@ def _begin_capture(graph: torch.cuda.CUDAGraph, pool: Any, call: Callable[[], No
         raise
 
 
-def end_capture(graph: torch.cuda.CUDAGraph, call: Callable[[], None], failed: Failed) -> None:
+def _end_capture(graph: torch.cuda.CUDAGraph, call: Callable[[], None], failed: Failed) -> None:
     """Ends a capture by a function of torch."""
     ends, pool = _under_way.pop(id(graph), (lambda: None, None))
     try:
@@ -257,7 +257,7 @@ def observe_captures(failed: Failed) -> None:
         _begin_capture(graph, pool, partial(original_begin, graph, pool, *args, **kwargs))
 
     def capture_end(graph: torch.cuda.CUDAGraph) -> None:
-        end_capture(graph, partial(original_end, graph), failed)
+        _end_capture(graph, partial(original_end, graph), failed)
 
     torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign,assignment]
     torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign,assignment]

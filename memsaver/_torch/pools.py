@@ -128,11 +128,12 @@ class RegionPools:
 
     def used_blocks(self) -> list[tuple[int, int]]:
         """(address, requested bytes) of the blocks in use, those of the graph pool apart."""
-        return sorted(block for pool_id in self._ids() for block in used_blocks(pool_id))
+        return sorted((at, requested) for pool_id in self._ids() for at, requested, _ in used_blocks(pool_id))
 
     def ends(self) -> list[tuple[int, int]]:
         """(address, bytes) of the ends of blocks in use that no tensor has asked for."""
-        return [end for pool_id in self._ids() for end in ends(pool_id)]
+        used = [block for pool_id in self._ids() for block in used_blocks(pool_id)]
+        return [(at + requested, size - requested) for at, requested, size in used if requested < size]
 
     def _ids(self) -> list[tuple[int, int]]:
         return [*(pool.id for pool in (*self._idle, *self._lent)), *self._retired_ids, *self._adopted_ids]
@@ -211,21 +212,12 @@ def _has_graphs(pool: torch.cuda.MemPool) -> bool:
     return pool.use_count() > 1
 
 
-def used_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(address, requested bytes) of the blocks of a pool that are in use."""
+def used_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """(address, requested bytes, bytes) of the blocks of a pool that are in use."""
     for segment in snapshot(pool_id):
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                yield block["address"], block.get("requested_size") or block["size"]
-
-
-def ends(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """(address, bytes) of the ends of blocks in use that were not requested."""
-    for segment in snapshot(pool_id):
-        for block in segment["blocks"]:
-            requested = block.get("requested_size") or block["size"]
-            if block["state"] == "active_allocated" and requested < block["size"]:
-                yield block["address"] + requested, block["size"] - requested
+                yield block["address"], block.get("requested_size") or block["size"], block["size"]
 
 
 def free_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch
 from memsaver import _core
 from memsaver._torch import stale
 from memsaver._torch.default_pool import default_pools
-from memsaver._torch.graphs import end_capture, observe_captures
+from memsaver._torch.graphs import observe_captures
 from memsaver._torch.host_mode import HostMode, extent
 from memsaver._torch.ipc import patches
 from memsaver._torch.pools import RegionPools, has_many_blocks, keep_forever, new_pool, private
@@ -48,8 +49,7 @@ class Inside:
         self.pools: dict[Region, torch.cuda.MemPool] = {}  # lent to this thread
         self.routed: dict[torch.device, torch.cuda.MemPool] = {}
         self.refusing: dict[torch.device, torch.cuda.MemPool] = {}
-        self.autograd: list[Any] = []
-        self.host_mode: HostMode | None = None
+        self.modes: dict[str, Any] = {}  # of torch, that this thread is in
 
     def innermost(self) -> dict[str, Region]:
         """The region that allocations on each device go to."""
@@ -175,7 +175,8 @@ class Router:
         """
         thread = self.thread
         entered = [region for region in thread.entered if region is not None]
-        self._set_host_mode(any(region.device == "cpu" for region in entered))
+        on_host = any(region.device == "cpu" for region in entered)
+        self._set_mode("host", on_host, partial(HostMode, self._allocate_on_host))
         wanted = {
             torch.device(device): self._pool_for(region)
             for device, region in thread.innermost().items()
@@ -194,7 +195,9 @@ class Router:
         with self._lock:
             for region in [region for region in thread.pools if region not in entered]:
                 self._pools[region].take_back(thread.pools.pop(region))
-        self._set_autograd_threads(not any(region.device != "cpu" for region in entered))
+        # Backward passes stay on this thread while it is routed. The threads of autograd are not routed.
+        on_gpu = any(region.device != "cpu" for region in entered)
+        self._set_mode("autograd", on_gpu, lambda: torch.autograd.set_multithreading_enabled(False))
 
     def _pool_for(self, region: Region) -> torch.cuda.MemPool:
         thread = self.thread
@@ -209,23 +212,14 @@ class Router:
                 thread.pools[region] = self._of(region).lend()
         return thread.pools[region]
 
-    def _set_autograd_threads(self, enabled: bool) -> None:
-        """Keeps backward passes on this thread while it is routed. The threads of autograd are not routed."""
-        if not enabled and not self.thread.autograd:
-            guard = torch.autograd.set_multithreading_enabled(False)
-            guard.__enter__()
-            self.thread.autograd.append(guard)
-        elif enabled and self.thread.autograd:
-            self.thread.autograd.pop().__exit__(None, None, None)
-
-    def _set_host_mode(self, on: bool) -> None:
-        thread = self.thread
-        if on and thread.host_mode is None:
-            thread.host_mode = HostMode(self._allocate_on_host)
-            thread.host_mode.__enter__()
-        elif not on and thread.host_mode is not None:
-            mode, thread.host_mode = thread.host_mode, None
-            mode.__exit__(None, None, None)
+    def _set_mode(self, name: str, is_wanted: bool, make: Callable[[], Any]) -> None:
+        """Enters a mode of torch in this thread, or leaves it."""
+        modes = self.thread.modes
+        if is_wanted and name not in modes:
+            modes[name] = make()
+            modes[name].__enter__()
+        elif not is_wanted and name in modes:
+            modes.pop(name).__exit__(None, None, None)
 
     def _allocate_on_host(self, count: int, dtype: torch.dtype) -> torch.Tensor | None:
         region = self.thread.innermost().get("cpu")
@@ -412,14 +406,11 @@ class Router:
         with self._lock:
             if "captures" in names and not self._observes_captures:
                 self._observes_captures = True
-                observe_captures(self._capture_failed)
+                observe_captures(self.capture_failed)
             if "multiprocessing" in names:
                 patches.install()
 
-    def capture_end(self, graph: torch.cuda.CUDAGraph, end: Callable[[], None]) -> None:
-        end_capture(graph, end, self._capture_failed)
-
-    def _capture_failed(self, graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int]) -> None:
+    def capture_failed(self, graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int]) -> None:
         """Stops torch's routing to the pool of a capture that could not end.
 
         torch's allocator of pinned host memory has no call for that, and refuses the pool from now on. So the next
@@ -428,7 +419,7 @@ class Router:
         region = self.graph_region(pool_id)
         if region is None:
             return
-        index = torch.device(region.device).index
+        index = region._index
         try:
             private("_cuda_endAllocateToPool")(index, pool_id)
         except RuntimeError as error:

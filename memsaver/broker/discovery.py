@@ -127,7 +127,8 @@ class Listener:
     def __init__(self, uuid: str) -> None:
         self.path = socket_path(uuid)
         hidden = _checked(self.path.parent / f"new-{os.getpid()}")
-        self._lock = os.open(_lock_path(self.path), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._lock = os.open(self.path.with_suffix(".lock"), flags, 0o600)
         if not _lock(self._lock):
             pid = os.read(self._lock, 32).decode(errors="replace").strip() or "?"
             os.close(self._lock)
@@ -159,10 +160,6 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def _lock_path(path: Path) -> Path:
-    return path.with_suffix(".lock")
-
-
 def _lock(file: int) -> bool:
     for _ in range(_LOCK_TRIES):
         try:
@@ -176,7 +173,7 @@ def _lock(file: int) -> bool:
 def is_locked(path: Path) -> bool:
     """Whether a broker runs at this path, also if it does not accept clients yet."""
     try:
-        file = os.open(_lock_path(path), os.O_RDWR | os.O_CLOEXEC)
+        file = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -13,7 +13,7 @@ from memsaver import _core
 from memsaver.broker import queries
 from memsaver.errors import BrokerError, ConfigError
 
-POOLS = ("process", "shared")
+POOLS: tuple[str, ...] = ("process", "shared")
 
 _lock = threading.RLock()
 _shared = False

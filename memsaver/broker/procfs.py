@@ -90,7 +90,8 @@ def keepers(inodes: Collection[int]) -> Iterator[tuple[Status, set[int]]]:
                     yield process, set()
                 continue
             files = _descriptors(process.pid)
-            if held := {links[target] for target, path in files if target in links and _is_for_writing(path)}:
+            pipes = [(links[target], os.lstat(path).st_mode) for target, path in files if target in links]
+            if held := {inode for inode, mode in pipes if mode & stat.S_IWUSR}:  # open for writing
                 yield process, held
 
 
@@ -132,8 +133,3 @@ def _descriptors(pid: int) -> Iterator[tuple[str, str]]:
         path = f"{folder}/{name}"
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(path), path
-
-
-def _is_for_writing(path: str) -> bool:
-    """Whether a descriptor is open for writing: the mode of its link in /proc/PID/fd."""
-    return bool(os.lstat(path).st_mode & stat.S_IWUSR)

@@ -10,7 +10,6 @@ threads leave their regions.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from memsaver import _core
 from memsaver.broker.clients import Client, Clients
@@ -27,19 +26,11 @@ _LONGEST_TEXT = 300  # characters of a client's reasons
 _MOST_HOLDERS = 100  # in a message
 
 
-@dataclass
-class Answer:
-    """The last ``reclaimed`` of a client."""
-
-    unused: int  # bytes
-    why: str
-
-
 class Reclaim:
     """Asks the clients of a pool for the memory that they cache, in rounds, while its first demand waits."""
 
     def __init__(self, pool: Pool, clients: Clients) -> None:
-        self.answers: dict[int, Answer] = {}  # the last ones, by client id
+        self.answers: dict[int, tuple[int, str]] = {}  # the last ones by client id: unused bytes, and why
         self._pool = pool
         self._clients = clients
         self._asked: dict[int, Client] = {}  # of the round under way, without their last answer; by id
@@ -158,10 +149,10 @@ class Reclaim:
         self._told[demand] = (demand.messages, more)
         words, lines = [demand.request, int(more)], []
         for each in sorted(self._clients.values(), key=lambda each: -each.held_bytes)[:_MOST_HOLDERS]:
-            answer = self.answers.get(each.id)
             if each.held_bytes:
-                words += (each.pid, each.held_bytes, answer.unused if answer else UNKNOWN)
-                lines.append(answer.why if answer else "")
+                unused, why = self.answers.get(each.id, (UNKNOWN, ""))
+                words += (each.pid, each.held_bytes, unused)
+                lines.append(why)
         demand.client.send(Message("holders", words, "\n".join(lines)))
 
     # Messages of clients
@@ -170,7 +161,7 @@ class Reclaim:
         more, unused = message.words
         if more not in (0, 1):
             raise MalformedError(f"'more' of 'reclaimed' is {more}, expected 0 or 1")
-        self.answers[client.id] = Answer(unused, " ".join(message.text[:_LONGEST_TEXT].split()))
+        self.answers[client.id] = unused, " ".join(message.text[:_LONGEST_TEXT].split())
         # The client of the demand is not waited for: the others may wait for one of its threads that allocates.
         offers = self._offering is not None and self._offering[0] is client
         if not more or (self._head is not None and self._head[0].client is client and not offers):

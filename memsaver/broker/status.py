@@ -109,7 +109,7 @@ class StatusReporter:
     def _row(self, client: Client) -> dict[str, Any]:
         now, reported_at, report = time.monotonic(), client.reported_at, client.report or {"regions": []}
         client.read_name()
-        answer = self.reclaim.answers.get(client.id)
+        unused, why = self.reclaim.answers.get(client.id, (None, ""))
         return {
             "pid": client.pid,
             "name": client.name,
@@ -131,8 +131,8 @@ class StatusReporter:
                 for demand in self.pool.queue.waiting
                 if demand.client is client
             ],
-            "unused_bytes": answer.unused if answer else None,
-            "unused_why": answer.why if answer else "",
+            "unused_bytes": unused,
+            "unused_why": why,
             "report_age_s": None if reported_at is None else round(now - reported_at, 3),
             "is_current": client.queried_at is None,
             "host_held_bytes": report.get("host_held_bytes"),

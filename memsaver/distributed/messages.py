@@ -59,14 +59,10 @@ def _packed(value: Any) -> Any:
 
 def _unpacked(found: dict[str, Any]) -> Any:
     if found.keys() == {"class", "text", "fields"}:
-        kind, fields = _CLASSES[found["class"]], found["fields"]
+        kind = _CLASSES[found["class"]]
         error = kind(found["text"])
-        error.__dict__.update(
-            {
-                name: tuple(each) if isinstance(getattr(kind, name, None), tuple) else each
-                for name, each in fields.items()
-            }
-        )
+        for name, each in found["fields"].items():
+            error.__dict__[name] = tuple(each) if isinstance(getattr(kind, name, None), tuple) else each
         return error
     if found.keys() == {"class", "fields"}:
         fields = {name: tuple(each) if isinstance(each, list) else each for name, each in found["fields"].items()}

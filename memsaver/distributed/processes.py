@@ -67,12 +67,9 @@ class Processes:
         self.report, self.interrupt = TurnReport(), None
         self._agreement.link.until = options.until
         self._watch.forget_silence()
-        given = {**asdict(options.bounds), "backup": options.backup, "restore": options.restore}
-        given["lazy"] = options.lazy
-        plan = {"phases": self._plan.phases, "backup": self._plan.backup, "restore": self._plan.restore}
-        plan["lazy"] = self._plan.lazy
+        given = {**asdict(options.bounds), **options.values}
         came = {
-            "same": {"phase": phase, "options": given, **plan},
+            "same": {"phase": phase, "options": given, "phases": self._plan.phases, **self._plan.values},
             "members": {role: len(found) for role, found in self._members.items()},
             "unwritten": [[rank.role, rank.index, sorted(tags)] for rank, tags in unwritten.items()],
         }

@@ -91,6 +91,8 @@ def install(name: str) -> None:
     version: str = library.version()
 
     def imported(module: ModuleType, replace: Callable[[ModuleType], tuple[str, ...]]) -> None:
+        from memsaver import __version__
+
         try:
             replaced = replace(module)
         except DropInError:
@@ -99,7 +101,7 @@ def install(name: str) -> None:
         if replaced:
             _states[name] = DropIn(name, version, "active", replaced)
             patch(PATCHES)
-            text = f"memsaver {_version()} replaces {', '.join(replaced)} of {name} {version}"
+            text = f"memsaver {__version__} replaces {', '.join(replaced)} of {name} {version}"
             getattr(module, "logger", log).info("%s", text)
 
     library.check(version)
@@ -107,9 +109,3 @@ def install(name: str) -> None:
     note(name)
     for module, replace, find in library.hooks():
         when_imported(module, partial(imported, replace=replace), find)
-
-
-def _version() -> str:
-    from memsaver import __version__
-
-    return __version__

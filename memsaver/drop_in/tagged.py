@@ -14,11 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def index_of(region: Region) -> int:
-    """The number of a region's device; 0 for the host driver."""
-    return int(region.device.partition(":")[2] or 0)
-
-
 class TaggedRegions:
     """The regions of each tag. See csrc/regions/tagged.h: code without Python makes regions of the same tags."""
 

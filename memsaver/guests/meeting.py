@@ -10,7 +10,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from memsaver.errors import Error
-from memsaver.guests.agreement import START, Agreement, Outcome
+from memsaver.guests.agreement import START, Agreement
 from memsaver.guests.store import clone
 
 log = logging.getLogger("memsaver")
@@ -57,7 +57,7 @@ class Meeting:
             while True:
                 number, question = self._agreement.last()[0].place
                 if question == _GATHERED:  # this rank's groups are closed, so this round cannot be opened
-                    self._decide((number, _OPENED), f"rank {self._rank} opens its groups again")
+                    self._agreement.decide((number, _OPENED), [], f"rank {self._rank} opens its groups again")
                 self.round = number + 1
                 first = first or self.round
                 place = self.round, _GATHERED
@@ -110,9 +110,9 @@ class Meeting:
         reason = f"rank {self._rank} gave up: {type(error).__name__}: {error}"
         self._agreement.link.until = time.monotonic()
         try:
-            found = self._decide((self.round, _GATHERED), reason)
+            found = self._agreement.decide((self.round, _GATHERED), [], reason)
             if found.reason is None:
-                found = self._decide((self.round, _OPENED), reason)
+                found = self._agreement.decide((self.round, _OPENED), [], reason)
             return bool(found.reason is None)
         except Error as second:
             log.warning("the other ranks could not be told that this rank gave up: %s", second)
@@ -136,9 +136,6 @@ class Meeting:
         """A store for the groups that are opened in this round. It has a connection and a prefix of its own."""
         prefix = f"{self._name}/{self.round}/groups"
         return self._agreement.link.call(lambda _: PrefixStore(prefix, clone(self._store)), until)
-
-    def _decide(self, place: tuple[int, int], reason: str) -> Outcome:
-        return self._agreement.decide(place, [], reason)
 
     def _missing(self, first: int) -> str:
         """The text of an error. ``first``: the first round that this rank has joined meanwhile."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -216,12 +217,9 @@ class ProcessGroups(Guest):
                 log.error("process group %r was not aborted: %s", each.group.group_name, second)
 
     def _open(self, each: _Record, store: Store, meeting: Meeting, until: float) -> None:
-        def connect() -> ProcessGroup:
-            return self._connect(each, store, meeting.round)
-
-        each.group.connections = _within(
-            connect, until, each, "opened", ProcessGroup.abort, lambda: meeting.check(until)
-        )
+        connect = partial(self._connect, each, store, meeting.round)
+        watch = partial(meeting.check, until)
+        each.group.connections = _within(connect, until, each, "opened", ProcessGroup.abort, watch)
 
     def _connect(self, each: _Record, store: Store, number: int) -> ProcessGroup:
         """Makes connections by torch's function, under a name of their own."""

@@ -8,6 +8,7 @@ import torch
 
 from memsaver import _core
 from memsaver._guests import Guest
+from memsaver._torch.pools import private
 from memsaver.errors import Error
 
 
@@ -43,9 +44,7 @@ class Workspaces(Guest):
             return
         if _core.capturing():
             raise Error("a graph is being captured, expected the pause after its end")
-        getattr(
-            torch._C, "_cuda_clearCublasWorkspaces", lambda: None
-        )()  # of both libraries; builds without CUDA lack it
+        private("_cuda_clearCublasWorkspaces")()  # of both libraries
         torch.cuda.empty_cache()
 
     def leave(self) -> None:

@@ -37,21 +37,15 @@ class Device:
     lists_all: bool
 
 
-@dataclass(frozen=True)
-class PoolTotal:
-    """The chunks of a shared pool, held or not. ``pid``: of its broker."""
-
-    pid: int
-    name: str
-    total_bytes: int
-
-
 Own = tuple[Device, Report]  # the driver's figures, and the report of this process
+_BROKER = "memsaver broker"
 _COUNTED = {"region", "offered", "retained", "pool held", "pool idle"}  # kinds of rows that memsaver counts itself
 
 
-def account(device: Device, reports: Iterable[Report], pool: PoolTotal | None) -> Ledger:
+def account(device: Device, reports: Iterable[Report], pool: tuple[int, int] | None) -> Ledger:
     """Joins the driver's figures of a device with the reports of processes.
+
+    ``pool``: the pid of the broker of a shared pool, and the bytes of its chunks, held or not.
 
     Figures that contradict each other leave no negative row: a process with more in its rows than the driver lists has
     no row ``"unknown"``, and rows that exceed the driver's figure of the device are reduced.
@@ -79,14 +73,15 @@ def account(device: Device, reports: Iterable[Report], pool: PoolTotal | None) -
         contradicts |= any(part[-1] < 0 for part in parts)
         rows += [LedgerRow(report.pid, report.name, *part) for part in parts if part[-1] > 0]
     if pool is not None:
-        idle = pool.total_bytes - pooled
+        broker, total = pool
+        idle = total - pooled
         contradicts |= idle < 0
         if idle > 0:
-            rows.append(LedgerRow(pool.pid, pool.name, "pool idle", "", "", idle))
+            rows.append(LedgerRow(broker, _BROKER, "pool idle", "", "", idle))
         # The host driver lists the chunks of the pool for its broker.
-        beside = max(0, listed.pop(pool.pid, (0, None))[0] - pool.total_bytes)
+        beside = max(0, listed.pop(broker, (0, None))[0] - total)
         if beside:
-            rows.append(LedgerRow(pool.pid, pool.name, "unknown", "", "", beside))
+            rows.append(LedgerRow(broker, _BROKER, "unknown", "", "", beside))
     for pid, (nbytes, _) in listed.items():
         if nbytes:
             rows.append(LedgerRow(pid, process_name(pid), "process", "", "", nbytes))
@@ -124,8 +119,7 @@ def of_pool(status: Mapping[str, Any], mine: Own | None = None) -> Ledger:
     else:
         listed = status.get("device_memory") or {"used_bytes": None, "holdings": [], "lists_all": False}
         device = Device(listed["used_bytes"], [tuple(each) for each in listed["holdings"]], listed["lists_all"])
-    pool = PoolTotal(status["pid"], "memsaver broker", status["total_bytes"])
-    return account(device, reports, pool)
+    return account(device, reports, (status["pid"], status["total_bytes"]))
 
 
 def of_device(used_bytes: int | None, holdings: Sequence[Holding], lists_all: bool) -> Ledger:
@@ -140,8 +134,7 @@ def _report(client: Mapping[str, Any]) -> Report:
         keeper = next(iter(client["kept_by"]), client)
         return Report(keeper["pid"], keeper["name"], None, None, held_bytes, exited=client["pid"])
     known = client["ledger"] if client["is_current"] else None  # else its memory may be another one now
-    report = Report(client["pid"], client["name"], None, None, held_bytes)
-    if known is not None:
-        report.parts = [("pool held", "not dropped yet", "", leaving), *(tuple(row) for row in known["rows"])]
-        report.imported = known["imported_bytes"]
-    return report
+    if known is None:
+        return Report(client["pid"], client["name"], None, None, held_bytes)
+    parts: list[Part] = [("pool held", "not dropped yet", "", leaving), *(tuple(row) for row in known["rows"])]
+    return Report(client["pid"], client["name"], parts, known["imported_bytes"], held_bytes)

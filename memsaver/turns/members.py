@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,10 +19,11 @@ from weakref import WeakSet
 import memsaver
 from memsaver import _core, _guests, regions
 from memsaver._moves import has_contents, is_rebuilt
+from memsaver._results import in_thread
 from memsaver.errors import Error, WaitTimeoutError
-from memsaver.policies import READERS_S, Backup, Bounds, Derived, Lazy, Restore
+from memsaver.policies import READERS_S, Backup, Bounds, Derived, Lazy, Restore, those_of
 from memsaver.regions import Selection as Tags
-from memsaver.transitions import Prepared, Transition, in_thread, prepare_pause
+from memsaver.transitions import Prepared, Transition, prepare_pause
 from memsaver.turns import late
 
 _T = TypeVar("_T")
@@ -171,11 +172,11 @@ class Colocated:
         """
         since, bounds = time.monotonic(), Bounds(timeout, reader_timeout=reader_timeout)
         halves = _halves(self)
-        turn = halves.begin()
+        turn = halves.abort()
         halves.wait(timeout)
         ready, names = _ready(tags, coming), _existing(tags)
         _drain(self, names)
-        backup, lazy = _of_existing(names, backup) or None, _of_existing(names, lazy)
+        backup, lazy = those_of(names, backup) or None, those_of(names, lazy)
         halves.prepare(turn, names, backup, lazy, bounds.left(since))
         late.forget(regions.find(names))
         return ready
@@ -214,7 +215,7 @@ class Colocated:
 
         def leave() -> None:
             _drain(self, names)
-            chosen = {"backup": _of_existing(names, backup) or None, "lazy": _of_existing(names, lazy)}
+            chosen = {"backup": those_of(names, backup) or None, "lazy": those_of(names, lazy)}
             memsaver.pause(names, **chosen, **_pause_options(bounds))  # type: ignore[arg-type]
 
         # Without an override no loop of an async actor is needed.
@@ -227,7 +228,7 @@ class Colocated:
             resume = partial(Colocated.resume, self) if plain else self.resume
             failed: BaseException | None = None
             for part, arrival in zip(parts, arrivals):
-                left, wanted = bounds.left(since).timeout, _of_existing(part, restore)
+                left, wanted = bounds.left(since).timeout, those_of(part, restore)
                 try:
                     if failed is None:
                         _awaited(self, resume(part, restore=wanted, timeout=left, memory_timeout=memory_timeout))
@@ -323,7 +324,7 @@ class _Halves:
     """The pause that an actor has prepared and not yet committed. There is one at most.
 
     The lock is held over a whole step. So an abort during the reservation of an async actor waits, and aborts the
-    result. An abort during a drain ends the turn that begin() returned.
+    result. An abort during a drain ends the turn that the abort before it returned.
     """
 
     def __init__(self) -> None:
@@ -345,11 +346,6 @@ class _Halves:
             raise WaitTimeoutError(text, stage="late", waited_s=time.monotonic() - began)
         self._background.clear()
 
-    def begin(self) -> int:
-        with self._lock:
-            self._abort()
-            return self._turn
-
     def prepare(self, turn: int, names: Sequence[str], backup: Backup, lazy: Lazy, bounds: Bounds) -> None:
         with self._lock:
             if turn != self._turn:
@@ -363,15 +359,14 @@ class _Halves:
                 raise Error("nothing is prepared here: it was taken back, or this actor has started anew since")
             return prepared.commit()
 
-    def abort(self) -> None:
+    def abort(self) -> int:
+        """Returns the number of the turn that begins now."""
         with self._lock:
-            self._abort()
-
-    def _abort(self) -> None:
-        self._turn += 1
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None:
-            prepared.abort()
+            self._turn += 1
+            prepared, self._prepared = self._prepared, None
+            if prepared is not None:
+                prepared.abort()
+            return self._turn
 
 
 def _halves(actor: object) -> _Halves:
@@ -406,11 +401,6 @@ def _source_state(tag: str) -> str:
 
 def _pause_options(bounds: Bounds) -> dict[str, Any]:
     return {"timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
-
-
-def _of_existing(names: Sequence[str], given: Any) -> Any:
-    """The values of an option by tag, of the tags that have regions."""
-    return {tag: value for tag, value in given.items() if tag in names} if isinstance(given, Mapping) else given
 
 
 def _existing(tags: Sequence[str]) -> list[str]:

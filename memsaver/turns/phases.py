@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from memsaver import _guests, policies, regions, trace
 from memsaver._adapter import loaded
 from memsaver._moves import active
 from memsaver.errors import Error
-from memsaver.policies import READERS_S, Backup, Bounds, Lazy, Restore, check_backup
+from memsaver.policies import READERS_S, Backup, Bounds, Lazy, Restore, check_backup, those_of
 from memsaver.regions import Chosen, Region, Selection
 from memsaver.transitions import Transition, TransitionFuture, started, transition
 from memsaver.turns import late as late_tags
@@ -158,18 +158,18 @@ def _entered_phase(
     outward = Chosen([each for each in leaving if each not in lingering], alone - back - back_late - gone_late)
     later = Chosen([each for each in leaving if each in lingering], gone_late)
     inward, inward_late = Chosen(coming, back), Chosen(coming_late, back_late)
-    policies.backups(backup, [*outward.tags, *later.tags])
-    policies.lazies(lazy, [*outward.tags, *later.tags])
-    policies.restores(restore, [*inward.tags, *inward_late.tags])
+    policies.of_call("backup", backup, [*outward.tags, *later.tags])
+    policies.of_call("lazy", lazy, [*outward.tags, *later.tags])
+    policies.of_call("restore", restore, [*inward.tags, *inward_late.tags])
     if (torch := loaded()) is not None:  # before anything moves
         torch.check_pausable(active(later.regions), None)
-    pausing: dict[str, Any] = {"backup": _of(outward, backup), "lazy": _of(outward, lazy)}
-    moved = transition(outward, inward, bounds, **pausing, restore=_of(inward, restore), progress=progress)
+    pausing: dict[str, Any] = {"backup": those_of(outward.tags, backup), "lazy": those_of(outward.tags, lazy)}
+    moved = transition(outward, inward, bounds, **pausing, restore=those_of(inward.tags, restore), progress=progress)
     late_tags.forget([*leaving, *staying])
     if later.tags or inward_late.tags:
-        pausing = {"backup": _of(later, backup), "lazy": _of(later, lazy)}
+        pausing = {"backup": those_of(later.tags, backup), "lazy": those_of(later.tags, lazy)}
         try:
-            future = started(later, inward_late, bounds, **pausing, restore=_of(inward_late, restore))
+            future = started(later, inward_late, bounds, **pausing, restore=those_of(inward_late.tags, restore))
         except Error as error:  # a thread has entered a lingering region meanwhile
             future = TransitionFuture()
             future.set_exception(error)
@@ -196,8 +196,3 @@ def _overlap(one: str | Region, other: str | Region) -> bool:
 
 def _open(parts: Iterable[str | Region]) -> list[Region]:
     return regions.find([part for part in parts if isinstance(part, str) or not part._handle.closed])
-
-
-def _of(side: Chosen, given: Any) -> Any:
-    """The values of an option for the tags of one side."""
-    return {tag: given[tag] for tag in side.tags if tag in given} if isinstance(given, Mapping) else given

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memsaver.policies import (
-    READERS_S,
-    Bounds,
-    LazyMode,
-    TurnBackup,
-    TurnLazy,
-    TurnRestore,
-    joined,
-    several,
-    turn_backups,
-    turn_lazies,
-    turn_restores,
-)
+from memsaver import policies
+from memsaver.policies import READERS_S, Bounds, ByRole, TurnBackup, TurnLazy, TurnRestore, listed, several, those_of
 
 Phases = Mapping[str, Mapping[str, Iterable[str] | Mapping[str, Iterable[str]]]]
 _PARTS = ("resident", "late", "lingering")  # of a role in a phase
-Backups = dict[str, dict[str, str]]  # by role and tag
-Restores = dict[str, dict[str, bool]]  # by role and tag
-Lazies = dict[str, dict[str, LazyMode]]  # by role and tag
 _HANDOVER_S = 60.0  # default bound of a resume's wait for memory that another rank releases in the same turn
 _COMPLETE_S = 30.0  # after a turn's timeout, ranks that have committed may take this long to complete their calls
 _ANSWER_S = 1.0  # after a turn's timeout, the ranks' own errors may take this long to arrive
@@ -36,9 +22,7 @@ class TurnOptions:
     """The options of one turn. ``since``: when it began, by ``time.monotonic()``."""
 
     bounds: Bounds
-    backup: Backups
-    restore: Restores
-    lazy: Lazies
+    values: dict[str, ByRole]  # of "backup", "restore" and "lazy"
     since: float
 
     @property
@@ -52,14 +36,12 @@ class TurnOptions:
         return None if self.bounds.timeout is None else self.since + self.bounds.timeout + _COMPLETE_S
 
     def restores(self, role: str, tag: str) -> bool:
-        return self.restore.get(role, {}).get(tag, True)
+        return bool(self.values["restore"].get(role, {}).get(tag, True))
 
     def of_pauses(self, role: str, tags: Sequence[str]) -> dict[str, Any]:
-        bounds, chosen = self.bounds.left(self.since), self.backup.get(role, {})
-        backup = {tag: chosen[tag] for tag in tags if tag in chosen} or None
-        given = self.lazy.get(role, {})
-        lazy = {tag: given[tag] for tag in tags if tag in given}
-        options = {"backup": backup, "timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
+        bounds = self.bounds.left(self.since)
+        backup, lazy = (those_of(tags, self.values[option].get(role, {})) for option in ("backup", "lazy"))
+        options = {"backup": backup or None, "timeout": bounds.timeout, "reader_timeout": bounds.reader_timeout}
         return {**options, "lazy": lazy} if lazy else options
 
     def of_resumes(self, role: str, tags: Sequence[str], handover: bool) -> dict[str, Any]:
@@ -91,14 +73,13 @@ class Plan:
         self.roles = list(
             dict.fromkeys(role for each in self.phases.values() for role in each) if roles is None else roles
         )
-        self.backup: dict[str, Backups] = self._by_phase("backup", backup, turn_backups, 0)
-        self.restore: dict[str, Restores] = self._by_phase("restore", restore, turn_restores, 1)
-        self.lazy: dict[str, Lazies] = self._by_phase("lazy", lazy, turn_lazies, 0)
+        given = {"backup": backup, "restore": restore, "lazy": lazy}
+        self.values = {option: self._by_phase(option, by_phase) for option, by_phase in given.items()}
 
     def moves(self, name: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
         """The tags that pause, and the tags that resume, by role. In the background, too."""
         if name not in self.phases:
-            raise ValueError(f"there is no phase {name!r}; there are {_listed(self.phases)}")
+            raise ValueError(f"there is no phase {name!r}; there are {listed(self.phases)}")
         coming = {role: self._part(name, role, "resident", "late") for role in self.roles}
         leaving: dict[str, list[str]] = {}
         for role, staying in coming.items():
@@ -127,26 +108,27 @@ class Plan:
         reader_timeout: float = READERS_S,
     ) -> TurnOptions:
         """The checked options of a turn that begins now."""
-        pauses, resumes = self.moves(name)
-        bounds = Bounds(timeout, memory_timeout, reader_timeout)
-        backups = joined(self.backup.get(name, {}), turn_backups(backup, pauses))
-        restores = joined(self.restore.get(name, {}), turn_restores(restore, resumes))
-        lazies = joined(self.lazy.get(name, {}), turn_lazies(lazy, pauses))
-        return TurnOptions(bounds, backups, restores, lazies, time.monotonic())
+        moves, bounds = self.moves(name), Bounds(timeout, memory_timeout, reader_timeout)
+        values = {
+            option: policies.joined(
+                self.values[option].get(name, {}), policies.of_turn(option, given, moves[option == "restore"])
+            )
+            for option, given in (("backup", backup), ("restore", restore), ("lazy", lazy))
+        }
+        return TurnOptions(bounds, values, time.monotonic())
 
-    def _by_phase(self, option: str, given: Any, checked: Callable[..., Any], side: int) -> dict[str, Any]:
-        """By phase, the checked values. ``side``: 0 for the tags that pause, 1 for those that resume."""
+    def _by_phase(self, option: str, given: Any) -> dict[str, ByRole]:
+        """By phase, the checked values."""
         if not isinstance(given, (Mapping, type(None))):
             raise TypeError(f"{option} is {given!r}, expected a dict of phase -> role -> tag -> value")
         for name in given or ():
             if name not in self.phases:
-                raise ValueError(f"{option} names the phase {name!r}, expected one of {_listed(self.phases)}")
+                raise ValueError(f"{option} names the phase {name!r}, expected one of {listed(self.phases)}")
+        side = option == "restore"  # of moves()
         found = dict(given or {}).items()
-        return {name: checked(each, self.moves(name)[side], f"{option} in phase {name!r}") for name, each in found}
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
+        return {
+            name: policies.of_turn(option, each, self.moves(name)[side], f" in phase {name!r}") for name, each in found
+        }
 
 
 def _checked_phases(phases: Phases, roles: Collection[str] | None) -> dict[str, dict[str, dict[str, list[str]]]]:
@@ -161,7 +143,7 @@ def _checked_phases(phases: Phases, roles: Collection[str] | None) -> dict[str, 
         checked[name] = {}
         for role, tags in by_role.items():
             if roles is not None and role not in roles:
-                raise ValueError(f"phase {name!r} names the role {role!r}, expected one of {_listed(roles)}")
+                raise ValueError(f"phase {name!r} names the role {role!r}, expected one of {listed(roles)}")
             checked[name][role] = _checked_parts(tags, f"phase {name!r} for {role!r}")
     if not any(tags for by_role in checked.values() for parts in by_role.values() for tags in parts.values()):
         raise ValueError("no phase names a tag, expected at least one")
@@ -172,7 +154,7 @@ def _checked_parts(given: Any, place: str) -> dict[str, list[str]]:
     parts = given if isinstance(given, Mapping) else {"resident": given}
     for part in parts:
         if part not in _PARTS:
-            raise ValueError(f"{place} has {part!r}, expected {_listed(_PARTS)}")
+            raise ValueError(f"{place} has {part!r}, expected {listed(_PARTS)}")
     name = "" if parts is not given else ": {}"
     checked = {part: list(dict.fromkeys(several(tags, place + name.format(part)))) for part, tags in parts.items()}
     tags = [tag for each in checked.values() for tag in each]

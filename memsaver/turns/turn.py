@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -55,14 +55,6 @@ class Turn:
     seconds: float
     side_by_side: bool
     unrestored: dict[str, list[str]]
-
-    def _guarded(self, on_error: Callable[[], object]) -> Turn:
-        """This turn, which calls ``on_error`` if the body of its with statement raises.
-
-        The call is no field of the dataclass: copies by asdict() and replace() do not refer to the group.
-        """
-        self.__dict__["_on_error"] = on_error  # the dataclass is frozen
-        return self
 
     def __enter__(self) -> Turn:
         if "_on_error" not in self.__dict__:
@@ -228,7 +220,8 @@ class RunningTurn:
         is that of the whole turn, since the rest of the turn's time may be 0. Tags that resumed without contents pause
         without a backup.
         """
-        again = replace(self._options, since=time.monotonic(), backup={})
+        values = {**self._options.values, "backup": {}}
+        again = replace(self._options, since=time.monotonic(), values=values)
         calls: dict[Rank, Call] = {}
         for rank, result in {**resumed.results, **resumed.errors}.items():
             tags = list(result.resumed) if isinstance(result, (Transition, Error)) else []
@@ -301,10 +294,11 @@ class Turns:
                     writers[rank, tag] = self._number
                 else:  # a phase that uses the contents: the turn that was to write them has done so
                     writers.pop((rank, tag), None)
-        guarded = turn._guarded(partial(self._mark_unwritten, self._number))
+        # No field of the dataclass, which is frozen: copies by asdict() and replace() do not refer to the group.
+        turn.__dict__["_on_error"] = partial(self._mark_unwritten, self._number)
         # At once: after an interrupt before it, the contents that the phase was to write count as not written.
         self._writers, self.unwritten, self.entered = writers, after, phase
-        return guarded
+        return turn
 
     def _trace(self, phase: str, began: float, error: str | None = None) -> None:
         if (writer := trace.active) is not None:

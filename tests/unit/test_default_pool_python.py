@@ -18,6 +18,7 @@ from memsaver import _core
 from memsaver._adapter import adapter
 from memsaver._torch import default_pool as module
 from memsaver._torch.default_pool import DefaultPools, default_pools
+from memsaver.regions import Region
 
 Make = Callable[..., memsaver.Region]
 
@@ -28,6 +29,7 @@ class MadeUpRegion:
     state: str = "active"
     tag: str = "torch"
     backup: str = "host"
+    _index = Region._index
 
 
 class MadeUpSidePools:

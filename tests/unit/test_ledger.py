@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import memsaver
 from memsaver import _core, errors, ledger, process_names
 from memsaver.ledger import LedgerRow, accounts, reports
-from memsaver.ledger.accounts import Device, PoolTotal, Report, account
+from memsaver.ledger.accounts import Device, Report, account
 from memsaver.ledger.rows import Part
 from tests import controls
 from tests.support import GIB, MIB, PAGE, Peer, blocks, host_held_bytes, run_clean
@@ -157,7 +157,7 @@ def test_chunks_of_a_pool_count_for_their_holder_or_as_idle() -> None:
     ):
         one = Report(1, "one", [("region", "a", "active", 60)], imported[0], pooled=60)
         two = Report(2, "two", [("region", "b", "active", 20)], imported[1], pooled=20)
-        found = account(Device(100 + 20 + DRIVER_S, holdings, False), [one, two], PoolTotal(9, "broker", 100))
+        found = account(Device(100 + 20 + DRIVER_S, holdings, False), [one, two], (9, 100))
         assert sums(found) == {
             (1, "region"): 60, (1, "unknown"): 10, (2, "region"): 20, (2, "unknown"): 10, (9, "pool idle"): 20,
             (None, "unlisted"): DRIVER_S,
@@ -172,7 +172,7 @@ def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_th
     }  # fmt: skip
     report = accounts._report(client)
     for holdings in ([(1, 80, None), (2, 10, None)], [(2, 10, 0)]):
-        found = account(Device(130, holdings, False), [report], PoolTotal(9, "broker", 100))
+        found = account(Device(130, holdings, False), [report], (9, 100))
         rows = {(2, "pool held"): 60, (2, "process"): 10, (9, "pool idle"): 40, (None, "unlisted"): 20}
         assert sums(found) == rows
         assert [row.label for row in found.rows if row.kind == "pool held"] == ["of pid 1, which has exited"]
@@ -201,10 +201,10 @@ HOLDINGS = st.lists(st.tuples(st.integers(1, 5), SIZES, st.none() | SIZES), max_
 @given(
     st.builds(Device, SIZES, HOLDINGS, st.booleans()),
     st.lists(REPORTS, max_size=3, unique_by=lambda report: report.pid),
-    st.none() | st.builds(PoolTotal, st.just(9), st.just("broker"), SIZES),
+    st.none() | st.tuples(st.just(9), SIZES),
 )
 def test_any_figures_give_rows_that_sum_up_and_none_that_is_negative(
-    device: Device, reports: list[Report], pool: PoolTotal | None
+    device: Device, reports: list[Report], pool: tuple[int, int] | None
 ) -> None:
     found = account(device, reports, pool)
     assert all(row.bytes > 0 for row in found.rows)

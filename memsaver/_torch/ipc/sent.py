@@ -40,15 +40,6 @@ class Sent:
     event: Any = None  # of CUDA, after the work of all sends. None on the host, and if the device has no events left
     event_handle: bytes = b""
 
-    def alive(self) -> torch.UntypedStorage | None:
-        """The storage, or None if it was freed."""
-        found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.weak.cdata)
-        return found
-
-    @property
-    def is_valid(self) -> bool:
-        return self.region.state == "active" and self.region.residence == self.residence
-
     @property
     def place(self) -> tuple[Region, int, int, int]:
         return self.region, self.residence, self.address, self.nbytes
@@ -105,12 +96,13 @@ class SentStorages:
         """
         with self._lock:
             sent = self._by_token.get(token)
-            storage = sent.alive() if sent is not None and sent.is_valid else None
-            if sent is not None and storage is not None:
-                sent.storage = storage
-                sent.pending = max(0, sent.pending - 1)
-                sent.claims += 1
-                return sent
+            if sent is not None and sent.region.state == "active" and sent.region.residence == sent.residence:
+                storage = torch.UntypedStorage._new_with_weak_ptr(sent.weak.cdata)
+                if storage is not None:  # else it was freed
+                    sent.storage = storage
+                    sent.pending = max(0, sent.pending - 1)
+                    sent.claims += 1
+                    return sent
         raise _refusal(tag, device_uuid, residence)
 
     def unclaim(self, sent: Sent) -> None:

@@ -13,7 +13,7 @@ from memsaver._adapter import adapter
 from memsaver._torch.pools import DEFAULT_POOL
 from memsaver._torch.side_pools import side_pools
 from memsaver.drop_in import DropInError
-from memsaver.drop_in.tagged import TaggedRegions, index_of
+from memsaver.drop_in.tagged import TaggedRegions
 from memsaver.drop_in.tms.library import Settings
 from memsaver.errors import Error, checked
 from memsaver.regions import Region
@@ -32,11 +32,6 @@ class SaverRegions(TaggedRegions):
         if settings.backend == "mmap" and settings.cpu_backup:
             self.unpinned.add(region)
         return region
-
-    def release_backups(self, resumed: Iterable[Region]) -> None:
-        """Returns the host memory of regions with ``"mmap"`` to the system."""
-        if self.unpinned.intersection(resumed):
-            _core.release_host_memory()
 
 
 saver_regions = SaverRegions()
@@ -94,10 +89,10 @@ class DefaultPool:
         saver_regions.set_aside(mine, True)
         try:
             on_gpus = [region for region in mine if region.device != "cpu"]
-            for index in {index_of(region) for region in on_gpus}:
+            for index in {region._index for region in on_gpus}:
                 side_pools.begin(index)
             for region in on_gpus:
-                for pool_id in (DEFAULT_POOL, *side_pools.ids.get(index_of(region), ())):
+                for pool_id in (DEFAULT_POOL, *side_pools.ids.get(region._index, ())):
                     adapter().adopt_pool(region, pool_id)
             if self._initial.backend == "mmap":
                 saver_regions.unpinned.update(mine)
@@ -107,12 +102,12 @@ class DefaultPool:
 
     def return_threads(self) -> None:
         """Moves the threads back where all regions of the tag are active."""
-        paused = {index_of(region) for region in self._all() if region.state != "active"}
-        back = [region for region in self._all() if index_of(region) not in paused]
+        paused = {region._index for region in self._all() if region.state != "active"}
+        back = [region for region in self._all() if region._index not in paused]
         saver_regions.set_aside(back, False)
         for region in back:
             if region.device != "cpu":
-                side_pools.end(index_of(region))
+                side_pools.end(region._index)
 
     def _all(self) -> list[Region]:
         return saver_regions.of(self._initial.tag) if self._initial.interesting else []

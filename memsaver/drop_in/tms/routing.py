@@ -18,7 +18,6 @@ from memsaver._torch.pools import keep_forever
 from memsaver._torch.routes import routes
 from memsaver._torch.side_pools import side_pools
 from memsaver.drop_in import DropInError
-from memsaver.drop_in.tagged import index_of
 from memsaver.drop_in.tms.library import Library, Settings
 from memsaver.drop_in.tms.regions import check_allocator, saver_regions
 from memsaver.regions import Region, outside
@@ -63,7 +62,7 @@ class PreloadRouting:
     def into(self, settings: Settings) -> Iterator[None]:
         check_allocator()  # code may have changed the setting
         region = saver_regions.by_settings(settings)
-        pool = None if region.device == "cpu" else (index_of(region), self._pool(region))
+        pool = None if region.device == "cpu" else (region._index, self._pool(region))
         with self.library.applied(settings), self._routed(pool):
             yield
 

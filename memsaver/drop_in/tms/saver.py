@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from memsaver import transitions
+from memsaver import _core, transitions
 from memsaver._torch.backups import cpu_backup
 from memsaver._torch.graphs import check_registration
 from memsaver.broker import pool_client
@@ -171,8 +171,8 @@ class TorchMemorySaver:
                 transitions.resume(chosen, memory_timeout=_MEMORY_S)
             finally:  # some errors come when the regions are active
                 impl.default_pool.return_threads()
-            if not self.retain_cpu_backup:
-                saver_regions.release_backups(chosen)
+            if not self.retain_cpu_backup and saver_regions.unpinned.intersection(chosen):
+                _core.release_host_memory()
 
     def _chosen(self, tag: str | None) -> list[Region]:
         if tag is not None and not isinstance(tag, str):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NoReturn
 
 from memsaver import _adapter, transitions
 from memsaver.drop_in import DropInError
-from memsaver.drop_in.tagged import TaggedRegions, index_of
+from memsaver.drop_in.tagged import TaggedRegions
 from memsaver.drop_in.vllm import check_patches, ranks, worker
 from memsaver.drop_in.vllm.sources import MODULE, REPLACED
 from memsaver.drop_in.vllm.worker import shares
@@ -86,7 +86,7 @@ class RegionAllocator:
         found = {}
         for tag, region in self._regions.all():
             for address, nbytes in region._core.segments():
-                data = self.data((index_of(region), nbytes, address, 0), tag)
+                data = self.data((region._index, nbytes, address, 0), tag)
                 data.is_asleep = region.state != "active"  # versions up to 0.24 lack it
                 found[address] = data
         return found
@@ -147,7 +147,7 @@ class RegionAllocator:
         for each in discarded:
             for address, nbytes in each._core.segments():
                 # Already mapped. Code that replaces this function to see each mapping still does.
-                self.module.create_and_map((index_of(each), nbytes, address, 0))
+                self.module.create_and_map((each._index, nbytes, address, 0))
 
     def _pause(self, tags: Sequence[str], kept: Sequence[str]) -> None:
         chosen = [(tag, each) for tag, each in self._regions.all() if tag in tags]
