@@ -26,11 +26,16 @@ from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import Message
 from memsaver.broker.server import Connection
 from memsaver.errors import DriverError
-from tests.support import GIB, environment, fresh_device, until
+from tests.support import GIB, environment, fresh_device, run_program, until
 
 PATIENCE_S = 60.0
 PLENTY = 1 << 40
 _requests = itertools.count(1)
+APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # a pid namespace of its own
+
+
+def is_possible(command: list[str]) -> bool:
+    return run_program(["sh", "-c", f"{' '.join(command)} true"]).returncode == 0
 
 
 @functools.cache
@@ -252,16 +257,10 @@ class Running(Broker):
         assert self.process.poll() is None
         [self.path] = self.sockets()
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Another command beside it."""
-        return subprocess.run(
-            [sys.executable, "-m", "memsaver", *arguments],
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
+        command = [sys.executable, "-m", "memsaver", *arguments]
+        return run_program(command, env=self.environment, timeout=PATIENCE_S, **options)
 
     def sockets(self) -> list[Path]:
         return [path for path in self.directory.rglob("*.sock") if discovery.accepts(path)]

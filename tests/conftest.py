@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ import pytest  # noqa: E402
 from _pytest.runner import runtestprotocol  # noqa: E402
 
 import memsaver  # noqa: E402
-from memsaver import _core  # noqa: E402
+from memsaver import _core, _guests  # noqa: E402
+from memsaver.turns import phases  # noqa: E402
 from tests import controls, gpus  # noqa: E402
 
 LATE = os.environ.get("MEMSAVER_TEST_ASYNC", "0") != "0"
@@ -176,6 +178,12 @@ def make(fresh_tag: Callable[[], str]) -> Callable[..., memsaver.Region]:
     return region
 
 
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
 @pytest.fixture(autouse=True, scope="module")
 def no_process_group_left_behind() -> Iterator[None]:
     """Destroys the process groups that a file made in this process. The next file expects that there are none."""
@@ -208,7 +216,7 @@ def regions_of_earlier_files() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
-    """Disarms faults, ends captures, resets the host device, and releases retained chunks.
+    """Disarms faults, ends captures, resets the host device and the options, and forgets phases and guests.
 
     An exception that a test caught keeps the test's tensors in a cycle. They are freed before the next counts bytes.
     """
@@ -223,7 +231,9 @@ def nothing_left_behind() -> Iterator[None]:
         late_device.end()
     while _core.capturing():
         _core.capture_ends()
-    memsaver.configure(retain=0, host_limit=None, memory_timeout=0)
+    memsaver.configure(retain=0, host_limit=None, memory_timeout=0, lazy=False, verify=False)
+    phases._phases.clear()
+    _guests._entries.clear()
     if "MEMSAVER_TEST_GPUS" in os.environ:
         close_regions()
     controls.check_stops()

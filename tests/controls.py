@@ -50,18 +50,8 @@ def folder_of(name: str, sources: list[Path], *flags: str) -> Path:
     assert compiler is not None, "the tests need a C++ compiler"
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(dir=target.parent))  # several runs may build it at once
-    options = [
-        "-std=c++20",
-        "-O1",
-        "-Wall",
-        "-Wextra",
-        "-Wshadow",
-        "-shared",
-        "-fPIC",
-        "-pthread",
-        f"-I{ROOT / 'csrc'}",
-    ]
-    command = [compiler, *options, *map(str, sources), *flags, "-ldl", "-o", str(made / name)]
+    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wshadow", "-shared", "-fPIC", "-pthread"]
+    command = [compiler, *options, f"-I{ROOT / 'csrc'}", *map(str, sources), *flags, "-ldl", "-o", str(made / name)]
     subprocess.run(command, check=True)
     try:
         made.rename(target)

@@ -99,11 +99,6 @@ def driver_call(name: str) -> Any:
     return ctypes.CFUNCTYPE(ctypes.c_int)(found.value)
 
 
-def used_bytes(device: str) -> int:
-    free, total = _core.open_driver(device).memory()
-    return int(total - free)
-
-
 def may_access(devices: list[str], address: int, nbytes: int) -> list[str]:
     """Those of the devices that may access all of a range."""
     where = ctypes.c_ulonglong(address), ctypes.c_size_t(nbytes)

@@ -35,7 +35,17 @@ from memsaver import _core
 from memsaver.policies import LazyMode
 from tests import controls
 from tests.broker_support import Broker, Local, Running
-from tests.support import MIB, PAGE, Hooks, end_main_thread, environment, until  # noqa: F401 - statements of workers name them
+from tests.support import (  # noqa: F401 - statements of workers name them
+    MIB,
+    PAGE,
+    Hooks,
+    Remote,
+    check,
+    end_main_thread,
+    environment,
+    until,
+    used_bytes,
+)
 
 LAZY: tuple[LazyMode, ...] = (False, True, "copy")
 SECOND_S = 1.0  # within which a pool is whole again after an exit
@@ -88,12 +98,6 @@ def own_status() -> dict[str, Any]:
     """The pool's status, as this process gets it as a client."""
     found: dict[str, Any] = json.loads(_core.pool_status("cpu"))
     return found
-
-
-def used_bytes() -> int:
-    """Of the host device, by its ledger, of all processes."""
-    free, total = _core.open_driver("cpu").memory()
-    return int(total - free)
 
 
 def fork_sleeper() -> int:
@@ -156,8 +160,8 @@ def rss_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class Worker:
-    """A client of the pool in another process, which runs one statement at a time and returns its output.
+class Worker(Remote):
+    """A client of the pool in another process.
 
     Statements see the names of this module. It is a fork of a process that has imported torch and used nothing.
     """
@@ -166,29 +170,13 @@ class Worker:
         names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR", "MEMSAVER_JOB")
         settings = {name: broker.environment[name] for name in names if name in broker.environment}
         self.pid, self._channel = _nursery().bear({**settings, "MEMSAVER_POOL": "shared", **changes})
-        self._words = self._channel.makefile("rw")
+        self._to = self._from = self._channel.makefile("rw")
         try:
             for statement in statements:
                 self.run(statement)
         except BaseException:
             self.close()
             raise
-
-    def send(self, statement: str) -> None:
-        self._words.write(statement + "\n")
-        self._words.flush()
-
-    def answer(self) -> str:
-        lines: list[str] = []
-        for line in self._words:
-            if line == "<done>\n":
-                return "".join(lines).strip()
-            lines.append(line)
-        raise AssertionError("the process ended: " + "".join(lines))
-
-    def run(self, statement: str) -> str:
-        self.send(statement)
-        return self.answer()
 
     def fails(self, statement: str) -> str:
         """Runs a statement that must raise an error of memsaver, kept there as ``error``. Returns its type and text."""
@@ -212,14 +200,30 @@ class Worker:
     def close(self) -> None:
         self.kill()
         with contextlib.suppress(BrokenPipeError):
-            self._words.close()
+            self._to.close()
         self._channel.close()
-
-    def __enter__(self) -> Worker:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def hold_the_gil(worker: Worker, pipe: Path) -> None:
+    """The main thread of a worker is in a native call with the GIL, until a byte is written to the pipe."""
+    held = pipe.with_name("held")
+    for path in (pipe, held):
+        path.unlink(missing_ok=True)
+        os.mkfifo(path)
+    worker.run(f"tell, until_byte = (os.open(path, os.O_RDWR) for path in ({str(held)!r}, {str(pipe)!r}))")
+    worker.run("python, byte = ctypes.PyDLL(None), ctypes.create_string_buffer(1)")
+    worker.send("os.write(tell, byte); python.read(until_byte, byte, ctypes.c_size_t(1))")
+    with held.open("rb") as file:
+        file.read(1)
+
+
+def let_go(worker: Worker, pipe: Path) -> None:
+    with pipe.open("wb") as file:
+        file.write(b"1")
+    worker.answer()
 
 
 class Nursery:
@@ -445,11 +449,9 @@ def sweep(move: str, backup: str, kind: str) -> int:
             assert (out.state, before) == ("active", "active")
         if error is not None and move in ("pause", "resume", "switch"):
             act()  # the same call again completes the transition
-        for block in coming:
-            block.check()
+        check(coming)
         if backup == "host" or move in ("allocate", "free"):
-            for block in blocks if out.state == "active" else []:
-                block.check()
+            check(blocks if out.state == "active" else [])
         back()
         if backup == "none" and move in ("pause", "switch"):
             for block in blocks:

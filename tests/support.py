@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -32,6 +33,8 @@ PAGE = 2 * MIB
 ROOT = Path(__file__).resolve().parent.parent
 # Python 3.12 and newer warn of a fork beside other threads. Programs that fork are the tests' own.
 _FORK = "ignore:This process (pid=:DeprecationWarning"
+
+Make = Callable[..., memsaver.Region]  # the fixture `make`
 
 _counter = itertools.count()
 
@@ -74,6 +77,12 @@ def blocks(region: memsaver.Region, sizes: Iterable[int], seed: int = 0) -> list
     return [Block(region, nbytes, seed + number) for number, nbytes in enumerate(sizes)]
 
 
+def check(held: Iterable[Any]) -> None:
+    """Checks blocks. It leaves no name that would keep the last one."""
+    for block in held:
+        block.check()
+
+
 def segments(region: memsaver.Region) -> list[tuple[int, int]]:
     """(address, bytes) of the segments in use. Adjacent segments are joined."""
     return list(region._core.live())
@@ -81,6 +90,11 @@ def segments(region: memsaver.Region) -> list[tuple[int, int]]:
 
 def free_bytes(device: str = "cpu") -> int:
     return int(_core.open_driver(device).memory()[0])
+
+
+def used_bytes(device: str = "cpu") -> int:
+    free, total = _core.open_driver(device).memory()
+    return int(total - free)
 
 
 def descriptors() -> int:
@@ -238,6 +252,26 @@ def functions(points: tuple[int, int]) -> tuple[Any, Any]:
     return alloc(points[0]), free(points[1])
 
 
+@contextmanager
+def thread_inside(region: memsaver.Region) -> Iterator[int | None]:
+    """Another thread, which is inside a region. Yields its number."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with region:
+            inside.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        assert inside.wait(60)
+        yield thread.ident
+    finally:
+        leave.set()
+        thread.join()
+
+
 class Hooks:
     """A region's entry points as torch calls them."""
 
@@ -260,16 +294,14 @@ def environment(**changes: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if value or name not in changes}
 
 
+def run_program(command: Sequence[str], timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end, with any status. ``options``: of subprocess.run()."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **options)
+
+
 def run_python(source: str, **changes: str) -> subprocess.CompletedProcess[str]:
     """Runs a program in an interpreter of its own, on a fresh host device unless the environment names one."""
-    return subprocess.run(
-        [sys.executable, "-W", _FORK, "-c", textwrap.dedent(source)],
-        env=environment(**changes),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_program([sys.executable, "-W", _FORK, "-c", textwrap.dedent(source)], env=environment(**changes))
 
 
 def run_clean(source: str, **changes: str) -> str:
@@ -280,8 +312,34 @@ def run_clean(source: str, **changes: str) -> str:
     return done.stdout
 
 
-class Peer:
-    """Another process with memsaver, which runs one statement at a time and returns its output."""
+class Remote:
+    """Another process, which runs one statement at a time and returns its output."""
+
+    _to: IO[str]
+    _from: IO[str]
+
+    def send(self, statement: str) -> None:
+        self._to.write(statement + "\n")
+        self._to.flush()
+
+    def answer(self) -> str:
+        lines: list[str] = []
+        for line in self._from:
+            if line == "<done>\n":
+                return "".join(lines).strip()
+            lines.append(line)
+        raise AssertionError("the process ended: " + "".join(lines))
+
+    def run(self, statement: str) -> str:
+        self.send(statement)
+        return self.answer()
+
+    def __enter__(self) -> Self:
+        return self
+
+
+class Peer(Remote):
+    """Another process with memsaver."""
 
     def __init__(self, **changes: str) -> None:
         loop = """
@@ -300,37 +358,17 @@ class Peer:
             text=True,
         )
         self.pid = self.process.pid
-
-    def send(self, statement: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(statement + "\n")
-        self.process.stdin.flush()
-
-    def answer(self) -> str:
-        assert self.process.stdout is not None
-        lines: list[str] = []
-        for line in self.process.stdout:
-            if line == "<done>\n":
-                return "".join(lines).strip()
-            lines.append(line)
-        raise AssertionError(f"the process ended with {self.process.wait()}")
-
-    def run(self, statement: str) -> str:
-        self.send(statement)
-        return self.answer()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._to, self._from = self.process.stdin, self.process.stdout
 
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
-    def __enter__(self) -> Peer:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
+        self._to.close()
+        self._from.close()
 
 
 def end_main_thread() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from memsaver.drop_in.startup import LIBRARIES, PRELOAD, python_path
-from tests.support import ROOT, environment, fresh_device, run_python
+from tests.support import ROOT, environment, fresh_device, run_program, run_python
 
 SOURCE = Path(__file__).with_name("cuda_runtime.c")
 COMMON = """
@@ -490,7 +490,7 @@ def test_directory_for_backups_on_disk_is_that_of_memsaver(run: Run, tmp_path: P
 
 def test_program_without_python_is_not_managed(libraries: dict[str, str]) -> None:
     settings = {"LD_PRELOAD": str(PRELOAD), **WHOLE}
-    done = subprocess.run([libraries["PROGRAM"]], env=settings, capture_output=True, text=True)
+    done = run_program([libraries["PROGRAM"]], env=settings)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert "does not run Python, so its memory is not managed" in line

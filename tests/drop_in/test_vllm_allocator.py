@@ -175,28 +175,17 @@ def test_with_the_option_lazy_a_sleep_copies_nothing(allocator: Any, caplog: pyt
     weights, cache = full(allocator, "weights", 3.0), full(allocator, "kv_cache")
     regions = [each for each in memsaver.regions.all_regions() if each.owns(weights.data_ptr())]
     memsaver.configure(lazy=True)
-    try:
+    allocator.sleep(("weights",))
+    assert [(each.state, each.offered_bytes > 0, each.backup_bytes) for each in regions] == [("paused", True, 0)]
+    with caplog.at_level(logging.WARNING, "vllm"):
         allocator.sleep(("weights",))
-        assert [(each.state, each.offered_bytes > 0, each.backup_bytes) for each in regions] == [("paused", True, 0)]
-        with caplog.at_level(logging.WARNING, "vllm"):
-            allocator.sleep(("weights",))
         assert not caplog.records
-        allocator.wake_up()
-    finally:
-        memsaver.configure(lazy=False)
+        allocator.sleep(())  # which would discard the contents
+    assert "cannot change the policy" in caplog.text
+    allocator.wake_up()
     assert memsaver.history()[-1].copied_bytes == 0
     assert bool((weights == 3).all())
     del cache
-
-
-def test_sleep_of_sleeping_tags_keeps_their_policy(allocator: Any, caplog: pytest.LogCaptureFixture) -> None:
-    weights = full(allocator, "weights", 3.0)
-    allocator.sleep(("weights",))
-    with caplog.at_level(logging.WARNING, "vllm"):
-        allocator.sleep(())
-    assert "cannot change the policy" in caplog.text
-    allocator.wake_up()
-    assert bool((weights == 3).all())
 
 
 def test_nested_context_has_its_own_tag(allocator: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from tests.drop_in import fake_vllm
 from tests.examples.model_support import save_model, save_tokenizer
-from tests.support import ROOT, environment
+from tests.support import ROOT, environment, run_program
 
 pytest.importorskip("transformers", reason="its model is one of transformers")
 PAGE = (ROOT / "docs/your-loop.md").read_text()
@@ -114,12 +113,10 @@ def run(program: str, folder: Path, size: int, **variables: str) -> list[str]:
         assert program.count(text) == 1, text
         program = program.replace(text, other)
     (folder / "loop.py").write_text(program)
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "loop.py", "model", "prompts"],
         cwd=folder,
         env=environment(**RANK, PYTHONPATH=fake_vllm.before(folder), MEMSAVER_HOST_DEVICE=str(size), **variables),
-        capture_output=True,
-        text=True,
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr

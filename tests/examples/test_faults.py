@@ -28,7 +28,7 @@ from examples.colocate.engine.block_manager import BlockManager  # noqa: E402
 from examples.colocate.options import parse  # noqa: E402
 from examples.colocate.recipes import RECIPES  # noqa: E402
 from examples.colocate.trainer import NonFiniteError, Sample  # noqa: E402
-from memsaver import _guests, regions  # noqa: E402
+from memsaver import regions  # noqa: E402
 from memsaver.config import parse_size  # noqa: E402
 from tests.examples.faults import FAULTS, Fault  # noqa: E402
 from tests.examples.model_support import save_model, save_tokenizer  # noqa: E402
@@ -89,8 +89,6 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
     gc.collect()
     for region in regions.all_regions():
         region.close()
-    for entry in list(_guests._entries.values()):
-        memsaver.unregister(entry.guest)
 
 
 def test_the_loop_runs_without_checks(run: Run) -> None:

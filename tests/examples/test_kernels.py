@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,15 +10,14 @@ import pytest
 import torch
 
 from examples.colocate.engine import ops
+from tests.support import run_program
 
 
 def test_kernels_equal_torch_in_the_interpreter() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_interpreted_kernels.py"]
     variables = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent, env=variables, capture_output=True, text=True, timeout=240
-    )
+    done = run_program(command, cwd=Path(__file__).parent, env=variables, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

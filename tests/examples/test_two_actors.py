@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import run_program
 
 pytest.importorskip("ray", reason="needs ray")
 pytest.importorskip("transformers", reason="its model is one of transformers")
@@ -16,12 +17,10 @@ pytest.importorskip("transformers", reason="its model is one of transformers")
 
 def test_two_actors_take_turns_and_learn(tmp_path: Path) -> None:
     size = (128 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "examples.two_actors", "--steps", "16"],
         cwd=Path(__file__).resolve().parents[2],
         env={**os.environ, "MEMSAVER_HOST_DEVICE": str(size), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -23,9 +23,9 @@ from memsaver import _core, cli, errors, process_names
 from memsaver.broker import caller, clients, daemon, discovery, protocol, status
 from memsaver.broker.protocol import Message
 from memsaver.errors import gib
-from tests.broker_support import PATIENCE_S, Client, Local, Running, granted
+from tests.broker_support import APART, PATIENCE_S, Client, Local, Running, granted, is_possible
 from tests.pool_support import Worker
-from tests.support import GIB, MIB, PAGE, ROOT, Peer, descriptors, run_clean, until
+from tests.support import GIB, MIB, PAGE, ROOT, Peer, descriptors, run_clean, run_program, until
 
 LARGE = 256 * MIB
 MEDIUM = 32 * MIB
@@ -412,22 +412,16 @@ def test_another_device_version_or_process_is_refused(broker: Local, monkeypatch
             broker.status()
 
 
-APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # a pid namespace of its own
 JOIN = "import memsaver; memsaver.configure(pool='shared'); memsaver.region('r', device='cpu')"
 
 
-@pytest.mark.skipif(
-    subprocess.run(["sh", "-c", f"{' '.join(APART)} true"], check=False, capture_output=True).returncode != 0,
-    reason="no pid namespace can be made here",
-)
+@pytest.mark.skipif(not is_possible(APART), reason="no pid namespace can be made here")
 def test_a_broker_in_a_pid_namespace_of_its_own_refuses(empty: Running) -> None:
     empty.prefix = APART
     empty.start()
     with pytest.raises(AssertionError, match="'refused'.*another pid namespace"):
         empty.client()
-    done = subprocess.run(
-        [sys.executable, "-c", JOIN], env=empty.environment, capture_output=True, text=True, check=False
-    )
+    done = run_program([sys.executable, "-c", JOIN], env=empty.environment)
     last = done.stderr.splitlines()[-1]
     assert last.startswith("memsaver.errors.BrokerError: ") and "another pid namespace" in last
 
@@ -571,10 +565,7 @@ def test_a_broker_that_cannot_start_reports_the_reason(empty: Running) -> None:
 def test_a_detached_broker_closes_the_files_of_its_caller(empty: Running) -> None:
     """The pipes of `run` end while the broker runs, and so does one that the command inherits."""
     inherited, writer = os.pipe()
-    started = subprocess.run(
-        [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", "cpu"],
-        env=empty.environment, capture_output=True, text=True, timeout=PATIENCE_S, pass_fds=(writer,), check=False,
-    )  # fmt: skip
+    started = empty.run("broker", "--detach", "--device", "cpu", pass_fds=(writer,))
     os.close(writer)
     pid = broker_pid(empty.path)
     log = empty.path.with_suffix(".log")

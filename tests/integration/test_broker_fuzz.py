@@ -6,14 +6,13 @@ MEMSAVER_TEST_SEED is the first seed, and MEMSAVER_TEST_PACKETS the number of pa
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 
 import pytest
 
 from tests.broker_support import Running
 from tests.pool_support import Worker, chunks_of, descriptors_of, settled
-from tests.support import MIB, PAGE, until
+from tests.support import MIB, PAGE, run_program, until
 
 SEEDS = range(first := int(os.environ.get("MEMSAVER_TEST_SEED", "0")), first + 2)
 PACKETS = int(os.environ.get("MEMSAVER_TEST_PACKETS", "1500"))
@@ -28,13 +27,9 @@ def test_random_messages_of_one_client_do_not_affect_the_others(seed: int) -> No
             settled(broker)
             before = descriptors_of(pid) - chunks_of(pid)
             worker.send(f"take_turns(held, {TURNS})")
-            said = subprocess.run(
+            said = run_program(
                 [sys.executable, "-m", "tests.broker_fuzz", str(broker.path), str(seed), str(PACKETS)],
                 env=broker.environment,
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
             )
             assert (said.returncode, said.stdout.split()[:2]) == (0, ["said", str(PACKETS)]), said.stderr
             assert broker.process.poll() is None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -15,34 +13,13 @@ import pytest
 import torch.distributed as distributed
 
 import memsaver
-from memsaver.distributed import Colocated, Group, LostRankError
+from memsaver.distributed import Group, LostRankError
 from tests.ranks_support import ranks, store_server
-from tests.ray_support import Buffer
-from tests.support import MIB, fresh_device
+from tests.ray_support import Member
+from tests.support import MIB, ROOT, fresh_device, run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}}
 TIMEOUT = timedelta(seconds=60)
-
-
-class Member(Colocated):
-    """Dies in the step whose name it is given."""
-
-    def __init__(self, tag: str, nbytes: int = 4 * MIB, **options: Any) -> None:
-        self.buffer = Buffer(tag, nbytes, **options)
-        self.buffer.fill(1)
-        self.dies = ""
-
-    def _reach(self, step: str) -> None:
-        if step == self.dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def colocated_drain(self, tags: Any) -> None:
-        self._reach("drain")
-
-    def colocated_commit(self) -> Any:
-        self._reach("commit")
-        return super().colocated_commit()
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +31,7 @@ def _joined(rank: int, port: int) -> tuple[Group, Member]:
     """Two engines and a trainer, in the phase "rollout"."""
     # The store is not in one of the ranks, as under torchrun.
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    member = Member("weights" if rank < 2 else "params")
+    member = Member("", "weights" if rank < 2 else "params", 4 * MIB)
     role: dict[str, Any] = {"engine" if rank < 2 else "trainer": member}
     group = Group(phases=PHASES, store=store, rank=rank, world_size=3, **role)
     group.enter("rollout", timeout=60)
@@ -108,15 +85,7 @@ def test_a_store_that_ends_is_named_on_all_ranks(tmp_path: Path) -> None:
 def test_the_example_runs_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "examples/torchrun.py"],
-        cwd=ROOT,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program([*command, "examples/torchrun.py"], cwd=ROOT, env=environ)
     assert done.returncode == 0, done.stderr
     # Lines of two ranks may be on one line.
     states = "(?:active|paused)"
@@ -130,7 +99,7 @@ def test_the_example_runs_under_torchrun() -> None:
 def _share(rank: int, port: int) -> None:
     os.environ["RANK"] = str(rank)
     store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
-    member = Member("reference", 20 * MIB, same_as="model")
+    member = Member("", "reference", 20 * MIB, same_as="model")
     phases: dict[str, Any] = {"score": {"engine": ["reference"]}, "train": {}}
     group = Group(phases=phases, store=store, rank=rank, world_size=3, engine=member)
     group.enter("score", timeout=60)

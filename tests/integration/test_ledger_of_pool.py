@@ -17,7 +17,7 @@ from memsaver.ledger import Ledger
 from tests import gpus
 from tests.broker_support import PATIENCE_S, Running
 from tests.gpus import GpuBroker
-from tests.pool_support import Worker
+from tests.pool_support import Worker, hold_the_gil, let_go
 from tests.support import MIB, Peer, run_python, until
 
 MEDIUM = 32 * MIB
@@ -153,15 +153,10 @@ def test_chunks_of_a_broker_that_died_count_for_their_holders(broker: Running, o
 def test_a_client_that_holds_the_gil_counts_by_its_chunks(broker: Running, one: Worker, tmp_path: Path) -> None:
     """Its report could be of other memory than it has now."""
     held = broker.row(one.pid)["held_bytes"]
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    one.run(f"import ctypes, os; file = os.open({str(pipe)!r}, os.O_RDWR); python = ctypes.PyDLL(None)")
-    one.send("python.read(file, ctypes.create_string_buffer(1), 1)")  # with the GIL
+    hold_the_gil(one, tmp_path / "pipe")
     until(lambda: not broker.row(one.pid)["is_current"])
     assert sums(seen_by_broker(broker)).items() >= {(one.pid, "pool held", ""): held}.items()
-    with pipe.open("wb") as file:
-        file.write(b"1")
-    one.answer()
+    let_go(one, tmp_path / "pipe")
     until(lambda: sums(seen_by_broker(broker)).items() >= {(one.pid, "region", "a"): mapped(one, "a")}.items())
 
 

@@ -18,17 +18,12 @@ import memsaver
 from memsaver import cli
 from memsaver.broker import discovery
 from memsaver.errors import CHECKED
-from tests.broker_support import PATIENCE_S, Running
+from tests.broker_support import APART, PATIENCE_S, Running, is_possible
 from tests.pool_support import Worker, is_whole
-from tests.support import GIB, MIB, PAGE, environment, until
+from tests.support import GIB, MIB, PAGE, environment, run_program, until
 
-APART = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]  # a pid namespace of its own
 POD = [*APART, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]  # and a host device of its own
 MOUNTS = ["unshare", "--mount"]
-
-
-def is_possible(command: list[str]) -> bool:
-    return subprocess.run(["sh", "-c", f"{' '.join(command)} true"], check=False, capture_output=True).returncode == 0
 
 
 needs_namespaces = pytest.mark.skipif(not is_possible(APART), reason="no pid namespace can be made here")
@@ -79,9 +74,7 @@ def test_pods_with_jobs_of_their_own_share_a_directory(broker: Running) -> None:
 def test_a_command_in_another_pid_namespace_fails_in_one_line(broker: Running) -> None:
     program = "from memsaver import cli; print(*(cli.main(each) for each in (['top', '--json'], ['trim'])))"
     command = [*APART, sys.executable, "-c", program]
-    done = subprocess.run(
-        command, env=broker.environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    done = run_program(command, env=broker.environment, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (0, "1 1\n", 2)
     assert done.stderr.count("pid namespace") == done.stderr.count("MEMSAVER_JOB") == 2
 

@@ -11,16 +11,10 @@ import memsaver
 from memsaver import _core
 from tests import controls
 from tests.gpus import GpuBroker, Segment, gpu
-from tests.support import MIB, until
+from tests.support import MIB, check, until
 
 pytestmark = [pytest.mark.gpus, pytest.mark.isolated]
 EXPORT = "cuMemExportToShareableHandle"
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(4) as made:
-        yield made
 
 
 @pytest.fixture
@@ -42,8 +36,7 @@ class Client:
 
     def check(self) -> None:
         self.small.resume(memory_timeout=60)
-        for segment in self.segments:
-            segment.check()
+        check(self.segments)
 
 
 def test_a_pause_after_a_rejoin_returns_the_memory_to_the_driver(

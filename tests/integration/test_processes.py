@@ -5,15 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 import memsaver
 from memsaver import _core
-from tests.support import MIB, PAGE, Peer, blocks, free_bytes
-
-Make = Callable[..., memsaver.Region]
+from tests.support import MIB, PAGE, Make, Peer, blocks, free_bytes
 
 
 @pytest.fixture

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT, run_program
 
 
 def test_the_quick_start_succeeds() -> None:
     size = (512 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "examples.quickstart"],
         cwd=ROOT,
         env={**os.environ, "MEMSAVER_HOST_DEVICE": str(size)},
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "same addresses: True; same outputs, bit for bit: True" in done.stdout
@@ -33,15 +28,7 @@ def test_two_processes_take_turns() -> None:
     with tempfile.TemporaryDirectory() as directory:  # its path is short enough for a socket's
         env = {**os.environ, "MEMSAVER_HOST_DEVICE": str(size), "MEMSAVER_POOL_DIR": directory}
         done, _ = (
-            subprocess.run(
-                [sys.executable, "-m", *command.split()],
-                cwd=ROOT,
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
+            run_program([sys.executable, "-m", *command.split()], cwd=ROOT, env=env, timeout=300)
             for command in ("examples.two_processes", "memsaver broker --stop")
         )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr

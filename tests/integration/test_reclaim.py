@@ -14,7 +14,7 @@ from memsaver.broker import reclaim
 from memsaver.broker.protocol import Message
 from memsaver.broker.reclaim import UNKNOWN
 from tests.broker_support import Client, Local
-from tests.pool_support import Worker, running
+from tests.pool_support import Worker, hold_the_gil, let_go, running
 from tests.support import MIB, PAGE, until
 
 CAPACITY = 256 * MIB
@@ -44,25 +44,6 @@ def engine(broker: Local) -> Iterator[Worker]:
 def trainer(broker: Local, engine: Worker) -> Iterator[Worker]:
     with Worker(broker, POOLS, "from tests import controls; stream = controls.stream_create()") as worker:
         yield worker
-
-
-def hold_the_gil(worker: Worker, pipe: Path) -> None:
-    """The main thread of a worker is in a native call with the GIL, until a byte is written to the pipe."""
-    held = pipe.with_name("held")
-    for path in (pipe, held):
-        path.unlink(missing_ok=True)
-        os.mkfifo(path)
-    worker.run(f"tell, until_byte = (os.open(path, os.O_RDWR) for path in ({str(held)!r}, {str(pipe)!r}))")
-    worker.run("python, byte = ctypes.PyDLL(None), ctypes.create_string_buffer(1)")
-    worker.send("os.write(tell, byte); python.read(until_byte, byte, ctypes.c_size_t(1))")
-    with held.open("rb") as file:
-        file.read(1)
-
-
-def let_go(worker: Worker, pipe: Path) -> None:
-    with pipe.open("wb") as file:
-        file.write(b"1")
-    worker.answer()
 
 
 def mapped(worker: Worker, tag: str = "trainer") -> int:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from tests import controls, gpus
-from tests.support import GIB, ROOT
+from tests.support import GIB, ROOT, run_program
 from tests.support import environment as with_paths
 from tools.torch_wheels import folder
 
@@ -135,13 +135,9 @@ LATE = "controls.copies_delay(0.001)\n"
 
 def run(version: str, source: str, *, begin: str = BEGIN, late: bool = False, **options: Any) -> str:
     """Runs a program that must succeed. Returns its stdout. ``late``: its copies end late."""
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-W", "ignore", "-c", begin + LATE * late + textwrap.dedent(source)],
         env=environment(version, **options),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
     if done.returncode != 0:
         pytest.fail(f"it ended with {done.returncode}:\n{done.stdout}{done.stderr}", pytrace=False)

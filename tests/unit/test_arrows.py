@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import run_clean
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT, run_clean
 
 # C++: a file includes headers of its own folder and of the folders before it. Within a folder there are no circles.
 FOLDERS = ["base", "driver", "host", "memory", "backup", "pool", "regions", "transitions", "torch", "bindings"]

@@ -11,9 +11,7 @@ import torch
 
 import memsaver
 from memsaver import _core
-from tests.support import MIB, Block, blocks, host_held_bytes, host_used_bytes, run_clean
-
-Make = Callable[..., memsaver.Region]
+from tests.support import MIB, Block, Make, blocks, check, host_held_bytes, host_used_bytes, run_clean
 
 
 class Guard:
@@ -67,8 +65,7 @@ def test_a_transition_in_the_background_is_there_at_once_and_done_later(make: Ma
     assert done.seconds > 0 and pickle.loads(pickle.dumps(done)) == done
     resume = memsaver.start(resume=region.tag).result()
     assert (resume.resumed, resume.copied_bytes) == ((region.tag,), size)
-    for block in held:
-        block.check()
+    check(held)
     assert memsaver.start().result(60) == memsaver.switch() == memsaver.pause([]) == memsaver.Transition()
 
 
@@ -164,8 +161,7 @@ def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(mak
     ]  # fmt: skip
     assert (region.state, region.mapped_bytes) == ("paused", 0)
     region.resume()
-    for block in held:
-        block.check()
+    check(held)
 
 
 def test_the_process_exits_after_pending_transitions() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,12 +14,10 @@ from tests.support import ROOT
 
 
 @pytest.fixture
-def workspaces(tag: str) -> Iterator[str]:
+def workspaces(tag: str) -> str:
     """The tag of the guest."""
-    guest = Workspaces(tag)
-    memsaver.register(guest)
-    yield tag
-    memsaver.unregister(guest)
+    memsaver.register(Workspaces(tag))
+    return tag
 
 
 @pytest.fixture

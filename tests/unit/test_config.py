@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,20 +15,7 @@ import memsaver
 from memsaver import _adapter, _core, config
 from memsaver.broker import pool_client
 from memsaver.config import OPTIONS, parse_size
-from tests.support import GIB, MIB, environment, run_clean, run_python
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "memsaver", *arguments],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+from tests.support import GIB, MIB, ROOT, environment, run_clean, run_program, run_python
 
 
 def test_documented_table_has_the_options_and_defaults_of_the_code() -> None:
@@ -221,23 +207,15 @@ def test_command_prints_a_wrong_variable_in_one_line(tmp_path: Path) -> None:
     script = tmp_path / "memsaver"  # as an installer makes it
     script.write_text("import sys\nfrom memsaver.cli import main\nsys.exit(main())\n")
     for command in (["-X", "dev", "-m", "memsaver", "top"], [str(script), "config"]):
-        done = subprocess.run(
-            [sys.executable, *command],
-            env=environment(MEMSAVER_RETAIN="plenty"),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        done = run_program([sys.executable, *command], env=environment(MEMSAVER_RETAIN="plenty"))
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
         assert line.startswith("memsaver: retain is 'plenty', expected bytes")
 
 
 def test_config_prints_value_and_source_of_each_option() -> None:
-    done = run_command(
-        "config", MEMSAVER_RETAIN="1.5G", MEMSAVER_POOL_DIR="/tmp/elsewhere", MEMSAVER_HOST_DEVICE="64Mi"
-    )
+    variables = environment(MEMSAVER_RETAIN="1.5G", MEMSAVER_POOL_DIR="/tmp/elsewhere", MEMSAVER_HOST_DEVICE="64Mi")
+    done = run_program([sys.executable, "-m", "memsaver", "config"], env=variables)
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in done.stdout.splitlines()}
     assert list(rows) == sorted(OPTIONS)

@@ -22,19 +22,13 @@ from memsaver import _core, errors
 from memsaver.transitions import prepare_pause
 from tests import controls
 from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
-from tests.support import MIB, PAGE, blocks, free_bytes, run_clean
+from tests.support import MIB, PAGE, Make, blocks, free_bytes, run_clean
 
 HAS_RAY = find_spec("ray") is not None
 if HAS_RAY:
     from memsaver.ray import AsyncColocated, Colocated, Group
 
-Make = Callable[..., memsaver.Region]
 Call = Callable[..., Any]
-
-
-@pytest.fixture(autouse=True)
-def no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memsaver.turns.phases, "_phases", {})
 
 
 # Conventions

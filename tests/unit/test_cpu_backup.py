@@ -20,8 +20,10 @@ from tests.support import (
     KIB,
     MIB,
     Block,
+    Make,
     Sweep,
     blocks,
+    check,
     drop_backups,
     host_held_bytes,
     host_used_bytes,
@@ -30,7 +32,6 @@ from tests.support import (
     unnamed_files,
 )
 
-Make = Callable[..., memsaver.Region]
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool, torch.complex64,
     torch.float8_e4m3fn,
@@ -205,8 +206,7 @@ def test_contents_in_pieces_are_one_tensor(make: Make) -> None:
     assert host_used_bytes() > used  # some was not in one piece
     del view, again
     region.resume()
-    for block in held:
-        block.check()
+    check(held)
     for block in between[1::2]:
         block.region.resume()
         block.check()
@@ -314,6 +314,5 @@ def test_contents_on_disk_can_be_cloned(make: Make, tmp_path: Path) -> None:
     assert host_used_bytes() == used
     memsaver.configure(host_limit=None)
     region.resume()
-    for block in held:
-        block.check()
+    check(held)
     assert unnamed_files(tmp_path) == []

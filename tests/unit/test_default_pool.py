@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,8 +16,8 @@ import memsaver
 from memsaver import _core
 from memsaver.transitions import prepare_pause
 from tests import controls, gpus
-from tests.gpus import GpuBroker, gpu, used_bytes
-from tests.support import GIB, MIB, until
+from tests.gpus import GpuBroker, gpu
+from tests.support import GIB, MIB, until, used_bytes
 from tests.torch_segments import (
     NOT_PERMITTED,
     NOT_SUPPORTED,
@@ -281,7 +282,7 @@ def test_a_segment_ends_in_a_transition(device: str, region: memsaver.Region, st
     assert kept.close() == 0
 
 
-def test_pieces_come_and_go_around_pauses(device: str, region: memsaver.Region) -> None:
+def test_pieces_come_and_go_around_pauses(device: str, region: memsaver.Region, threads: ThreadPoolExecutor) -> None:
     segments = [Segment(device, 32, 8), Segment(device, 2, 64), Segment(device, 20, 8)]
     kept = Segment(device, 2)
     assert kept.map(0, 2) == 0
@@ -299,9 +300,7 @@ def test_pieces_come_and_go_around_pauses(device: str, region: memsaver.Region) 
                 failed.append(code)
                 return
 
-    threads = [threading.Thread(target=allocate, args=(each,)) for each in segments]
-    for each in threads:
-        each.start()
+    allocating = [threads.submit(allocate, each) for each in segments]
     for _ in range(10):
         with gate:
             is_here[0] = False
@@ -309,8 +308,8 @@ def test_pieces_come_and_go_around_pauses(device: str, region: memsaver.Region) 
         is_here[0] = True
         assert (kept.read(0), kept.read(1)) == (1, 2)
     stop.set()
-    for each in threads:
-        each.join()
+    for each in allocating:
+        each.result()
     assert not failed, failed
     assert region.mapped_bytes == used_bytes(device) == 2 * kept.piece
     assert kept.close() == 0

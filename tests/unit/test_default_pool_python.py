@@ -6,8 +6,7 @@ import gc
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +18,7 @@ from memsaver._adapter import adapter
 from memsaver._torch import default_pool as module
 from memsaver._torch.default_pool import DefaultPools, default_pools
 from memsaver.regions import Region
-
-Make = Callable[..., memsaver.Region]
+from tests.support import Make, thread_inside
 
 
 @dataclass(eq=False)
@@ -171,26 +169,6 @@ def test_threads_move_before_the_pause_and_back_after_the_resume(
     del dropped
     gc.collect()
     assert seen[0] == "expected active" and seen[1].startswith("ended")
-
-
-@contextmanager
-def thread_inside(region: memsaver.Region) -> Iterator[int | None]:
-    """Another thread, which is inside a region. Yields its number."""
-    inside, leave = threading.Event(), threading.Event()
-
-    def stay() -> None:
-        with region:
-            inside.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=stay)
-    thread.start()
-    try:
-        assert inside.wait(60)
-        yield thread.ident
-    finally:
-        leave.set()
-        thread.join()
 
 
 def test_a_default_pool_is_not_paused_while_another_thread_is_inside_a_region_of_its_device(

@@ -18,8 +18,10 @@ from tests.support import (
     KIB,
     MIB,
     Block,
+    Make,
     Peer,
     blocks,
+    check,
     drop_backups,
     fresh_device,
     host_held_bytes,
@@ -29,7 +31,6 @@ from tests.support import (
     until,
 )
 
-Make = Callable[..., memsaver.Region]
 BLOCK = 8 * MIB  # in which files are written, read and checked
 STAGING = 64 * MIB  # of host memory for the blocks under way
 
@@ -67,11 +68,6 @@ def free_on(path: Path) -> int:
 
 def used_on_disk() -> int:
     return int(memsaver.stats().devices["cpu"].disk_used_bytes)
-
-
-def check(held: list[Block]) -> None:
-    for block in held:
-        block.check()
 
 
 # There and back

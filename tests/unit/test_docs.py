@@ -17,8 +17,8 @@ import pytest
 import memsaver
 from benchmarks import __main__ as benchmarks
 from benchmarks.harness.command import Options
+from tests.support import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     str(page.relative_to(ROOT)): page.read_text()
     for pattern in ("*.md", "docs/*.md", "examples/**/*.md")

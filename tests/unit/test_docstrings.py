@@ -139,10 +139,9 @@ def marked(name: Name) -> Any:
 
 
 @pytest.fixture
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Regions and phases of one example are not there in the next one."""
+def clean() -> Iterator[None]:
+    """Regions of one example are not there in the next one."""
     before = memsaver.regions.all_regions()
-    monkeypatch.setattr(memsaver.turns.phases, "_phases", {})
     yield
     gc.collect()
     for region in memsaver.regions.all_regions():

@@ -33,9 +33,8 @@ from memsaver.doctor.findings import Check, run
 from memsaver.doctor.machine import Broker, DeviceMemory
 from memsaver.drop_in import startup
 from tests.broker_support import Local
-from tests.support import GIB, MIB, Fill, Peer, drop_backups, run_python
+from tests.support import GIB, MIB, ROOT, Fill, Peer, drop_backups, run_python
 
-ROOT = Path(__file__).resolve().parents[2]
 MEMINFO = f"MemTotal: {100 * 1024 * 1024} kB\nMemAvailable: {30 * 1024 * 1024} kB\n"  # 20 GiB can be taken
 GPU = {"name": "Test GPU", "virtual_memory": True, "posix": True, "fabric": False, "mps": False}
 CORE = "7f00-7f01 r-xp 0 00:00 0 /usr/lib/python3/site-packages/memsaver/_core.abi3.so\n"

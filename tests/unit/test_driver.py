@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,32 +251,39 @@ def test_random_calls_give_the_results_of_a_model(bench: Bench, seed: int) -> No
     assert calls.exact is False or (bench.free(), descriptors()) == (calls.free, files)
 
 
-def test_a_mark_covers_the_copies_queued_before_it(bench: Bench) -> None:
-    size = 32 * MIB
+@pytest.mark.parametrize("by", ["marks", "synchronize"])
+def test_marks_and_waits_cover_the_copies_queued_before_them(bench: Bench, by: str) -> None:
+    size = 64 * MIB
     address = bench.reserve(size)
     bench.map(address, size, bench.create(size))
     data, found = random_bytes(size, seed=1), np.zeros(size, np.uint8)
+
+    def wait(direction: str) -> None:
+        mark = bench.driver.mark(direction) if by == "marks" else bench.driver.record()
+        mark.wait() if by == "marks" else bench.driver.synchronize()
+        assert mark is None or mark.done()
+
     bench.driver.copy_in(address, data.ctypes.data, size)
-    into = bench.driver.mark("in")
-    into.wait()
-    assert into.done()
+    wait("in")
     bench.driver.copy_out(found.ctypes.data, address, size)
-    out = bench.driver.mark("out")
-    out.wait()
-    assert out.done() and np.array_equal(found, data)
+    wait("out")
+    assert np.array_equal(found, data)
 
 
-def test_copies_of_one_direction_run_in_order(bench: Bench) -> None:
-    address = bench.reserve(PAGE)
-    bench.map(address, PAGE, bench.create(PAGE))
+def test_copies_in_and_within_the_device_run_in_the_order_of_their_calls(bench: Bench) -> None:
+    address = bench.reserve(2 * PAGE)
+    bench.map(address, 2 * PAGE, bench.create(2 * PAGE))
     versions = [random_bytes(PAGE, seed) for seed in range(20)]
     for version in versions:
         bench.driver.copy_in(address, version.ctypes.data, PAGE)
     bench.driver.fill(address + 100, 50, 7)  # queued behind them
+    bench.driver.copy_within(address + PAGE + 512, address + 90, PAGE - 512)
+    bench.driver.fill(address, PAGE, 0)
     expected = versions[-1].copy()
     expected[100:150] = 7
     bench.driver.mark("in").wait()
-    assert np.array_equal(bench.read(address, PAGE), expected)
+    assert not bench.read(address, PAGE).any()
+    assert np.array_equal(bench.read(address + PAGE + 512, PAGE - 512), expected[90 : PAGE - 512 + 90])
 
 
 def test_mapping_where_nothing_is_reserved_is_refused(bench: Bench) -> None:
@@ -336,31 +343,6 @@ def test_a_device_that_does_not_exist_is_refused() -> None:
         _core.open_driver("tpu")
     with pytest.raises((ValueError, memsaver.DriverError)):
         _core.open_driver(f"cuda:{_core.cuda_device_count()}")
-
-
-def test_a_copy_within_the_device_is_queued_with_the_copies_in(bench: Bench) -> None:
-    address = bench.reserve(2 * PAGE)
-    bench.map(address, 2 * PAGE, bench.create(2 * PAGE))
-    data = random_bytes(PAGE)
-    bench.driver.copy_in(address, data.ctypes.data, PAGE)
-    bench.driver.copy_within(address + PAGE + 512, address + 100, 5000)
-    bench.driver.fill(address, PAGE, 0)  # behind it
-    bench.driver.mark("in").wait()
-    assert np.array_equal(bench.read(address + PAGE + 512, 5000), data[100:5100])
-
-
-def test_synchronize_and_record_cover_the_copies(bench: Bench) -> None:
-    size = 64 * MIB
-    address = bench.reserve(size)
-    bench.map(address, size, bench.create(size))
-    data, found = random_bytes(size), np.zeros(size, np.uint8)
-    bench.driver.copy_in(address, data.ctypes.data, size)
-    bench.driver.synchronize()
-    bench.driver.copy_out(found.ctypes.data, address, size)
-    ticket = bench.driver.record()
-    bench.driver.synchronize()
-    assert np.array_equal(found, data)
-    assert ticket is None or ticket.done()
 
 
 def test_host_memory_is_pinned_once(bench: Bench) -> None:
@@ -528,16 +510,13 @@ def test_a_copy_whose_memory_was_unmapped_ends_the_context(memory: Memory, virtu
     assert_lost(memory)
 
 
-def test_a_killed_context_ends_a_wait_with_an_error(memory: Memory) -> None:
+def test_a_killed_context_ends_a_wait_with_an_error(memory: Memory, threads: ThreadPoolExecutor) -> None:
     stream = controls.stream_create()
     memory.write(stream, 1)
     ticket = record(memory.bench.driver)
-    errors: list[memsaver.DriverError] = []
-    thread = threading.Thread(target=lambda: errors.append(refused(memory.bench.driver.synchronize)))
-    thread.start()
+    waiting = threads.submit(refused, memory.bench.driver.synchronize)
     controls.kill_context()
-    thread.join()
-    assert errors[0].code == refused(ticket.done).code == 700
+    assert waiting.result().code == refused(ticket.done).code == 700
     assert memory.first() == 0
     assert_lost(memory)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +21,10 @@ from tests.support import (
     Fill,
     Hooks,
     Ledger,
+    Make,
     Sweep,
     blocks,
+    check,
     drop_backups,
     fast_directory,
     free_bytes,
@@ -30,7 +32,6 @@ from tests.support import (
     use_device,
 )
 
-Make = Callable[..., memsaver.Region]
 KINDS = ["error", "memory", "after"]
 SIZES = [MIB, 34 * MIB, 3 * MIB, 100, 2 * MIB]  # the second goes: chunks with a gap take more calls
 
@@ -201,15 +202,13 @@ def test_a_switch_survives_a_failure_of_any_driver_call(
             assert (out.state, back.state) == ("paused", "paused")
         memsaver.switch(pause=out.tag, resume=back.tag)
         assert (out.state, out.mapped_bytes, back.state) == ("paused", 0, "active")
-        for block in there:
-            block.check()
+        check(there)
         memsaver.switch(pause=back.tag, resume=out.tag)
         assert (out.state, back.state, back.mapped_bytes) == ("active", "paused", 0)
         region.settle(here, paused=True)
     assert rolled_back >= 1 and rolled_forward >= 3
     here.clear()
     there.clear()
-    del block
     if fill is not None:
         fill.close()
     memsaver.configure(retain=0)
@@ -318,8 +317,7 @@ def test_a_half_paused_region_whose_contents_are_kept_is_not_named_as_discarded(
         elif error is not None:
             assert error.discarded == ()
         region.resume()
-        for block in held:
-            block.check()
+        check(held)
 
 
 def test_a_release_that_fails_is_counted_and_not_tried_again(make: Make, ledger: Ledger) -> None:

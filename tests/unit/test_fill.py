@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 import memsaver
 from tests import controls
-from tests.support import MIB, PAGE, blocks
+from tests.support import MIB, PAGE, Make, blocks
 
-Make = Callable[..., memsaver.Region]
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64] + [
     getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu") if hasattr(torch, name)
 ]

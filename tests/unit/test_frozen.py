@@ -9,9 +9,8 @@ import torch
 
 import memsaver
 from tests import controls
-from tests.support import KIB, MIB, PAGE, Hooks, blocks, descriptors, host_held_bytes, host_used_bytes
+from tests.support import KIB, MIB, PAGE, Hooks, Make, blocks, check, descriptors, host_held_bytes, host_used_bytes
 
-Make = Callable[..., memsaver.Region]
 SIZES = [5 * MIB, 100, 33 * MIB, 700 * KIB + 1]
 
 
@@ -32,8 +31,7 @@ def test_later_pauses_of_a_frozen_region_only_wait_and_unmap(make: Make) -> None
     assert (host_used_bytes(), host_held_bytes()) == (used, holds)
     region.resume()
     assert descriptors() == files
-    for block in held:
-        block.check()
+    check(held)
 
 
 def test_a_copied_region_takes_no_allocations(make: Make) -> None:

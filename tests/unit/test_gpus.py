@@ -25,7 +25,7 @@ import memsaver
 from memsaver import _core
 from tests import controls, gpus
 from tests.gpus import Segment, gpu
-from tests.support import GIB, MIB, PAGE, run_clean, until
+from tests.support import GIB, MIB, PAGE, check, run_clean, until, used_bytes
 
 pytestmark = pytest.mark.gpus
 
@@ -40,17 +40,10 @@ def make(device: str, backup: str = "host", tag: str = "a", **options: Any) -> m
     return memsaver.region(tag, device=device, backup=backup, **options)
 
 
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as made:
-        yield made
-
-
 def round_trip(region: memsaver.Region, *segments: Segment) -> None:
     region.pause()
     region.resume()
-    for segment in segments:
-        segment.check()
+    check(segments)
 
 
 def host_bytes(device: str) -> tuple[int, int]:
@@ -70,7 +63,9 @@ def host_bytes(device: str) -> tuple[int, int]:
         ({"refusal": 801}, 0),
     ],
 )
-def test_each_segment_has_one_handle_with_all_types_that_the_driver_makes(options: dict[str, int], types: int) -> None:
+def test_each_segment_has_one_handle_with_all_types_that_the_driver_makes(
+    options: dict[str, int], types: int, threads: ThreadPoolExecutor
+) -> None:
     device = gpu(memory=GIB // 4, **options)
     region, other = make(device, one_handle=True), make(device, tag="other")
 
@@ -91,15 +86,14 @@ def test_each_segment_has_one_handle_with_all_types_that_the_driver_makes(option
         assert len(handles) == len(held) and region.mapped_bytes == (36 + 4 + 2 + 4) * MIB
         memsaver.trim()
         region.pause()
-        assert gpus.used_bytes(device) == 0
+        assert used_bytes(device) == 0
         block = Segment(other, 20 * MIB, seed=9)
         memsaver.switch(pause=[other], resume=[region])
         memsaver.switch(pause=[region], resume=[other])
         block.check()
         other.pause()
         region.resume()
-        for segment in held:
-            segment.check()
+        check(held)
         other.resume()
         del block
         memsaver.trim()
@@ -110,12 +104,10 @@ def test_each_segment_has_one_handle_with_all_types_that_the_driver_makes(option
         until(lambda: controls.count("cuMemGetInfo") > looks + 9)
         gpus.give(device, taken)
 
-    giver = threading.Thread(target=give)
     memsaver.configure(memory_timeout=60)
-    giver.start()
+    giver = threads.submit(give)
     waited = Segment(region, 34 * MIB)
-    giver.join()
-    memsaver.configure(memory_timeout=0)
+    giver.result()
     assert len({handle_at(waited.address + page * PAGE) for page in range(17)}) == 1
 
 
@@ -124,7 +116,7 @@ def test_each_segment_has_one_handle_with_all_types_that_the_driver_makes(option
 def test_a_device_without_descriptors_has_plain_chunks_and_no_shared_pool(platform: dict[str, int]) -> None:
     device = gpu(**platform)
     driver = _core.open_driver(device)
-    assert not driver.exports() and not driver.exports() and gpus.used_bytes(device) == 0
+    assert not driver.exports() and not driver.exports() and used_bytes(device) == 0
     handle = driver.create(PAGE)
     error = refused(lambda: driver.export_fd(handle))
     assert (error.call, error.code) == ("cuMemExportToShareableHandle", 801)
@@ -137,7 +129,7 @@ def test_a_device_without_descriptors_has_plain_chunks_and_no_shared_pool(platfo
     error = refused(lambda: _core.open_cuda_memory(gpus.ordinal(device)).create(PAGE))
     assert "POSIX descriptor" in error.message and "shared pool" in error.message
     region.pause()
-    assert gpus.used_bytes(device) == 0
+    assert used_bytes(device) == 0
 
 
 def test_memory_of_the_broker_is_a_descriptor() -> None:
@@ -213,9 +205,9 @@ def test_chunks_that_a_failed_call_has_not_unmapped_stay_in_their_region(gone: i
     segments = [Segment(region, PAGE, seed) for seed in range(3)]
     gpus.call("gpus_stop_unmap", ctypes.c_size_t(gone))
     assert refused(region.pause).call == "cuMemUnmap" and region.state == "paused"
-    assert region.mapped_bytes == gpus.used_bytes(device) == (3 - gone) * PAGE
+    assert region.mapped_bytes == used_bytes(device) == (3 - gone) * PAGE
     round_trip(region, *segments)
-    assert gpus.used_bytes(device) == 3 * PAGE
+    assert used_bytes(device) == 3 * PAGE
 
 
 @pytest.mark.parametrize(
@@ -239,7 +231,7 @@ def test_another_shortage_than_that_of_device_memory_has_its_call_and_its_resour
         assert text in str(refused(region.resume)) and region.state == "paused"
     region.resume()
     segment.check()
-    assert gpus.used_bytes(device) == PAGE
+    assert used_bytes(device) == PAGE
 
 
 def test_released_memory_that_is_free_only_later_serves_a_resume() -> None:
@@ -424,7 +416,7 @@ def test_a_copy_between_regions_of_two_devices_keeps_contents() -> None:
     two.check()
 
 
-def test_waits_and_marks_cover_peers(pool: ThreadPoolExecutor) -> None:
+def test_waits_and_marks_cover_peers(threads: ThreadPoolExecutor) -> None:
     first, second = gpus.gpus(2)
     driver = _core.open_driver(first)
 
@@ -440,7 +432,7 @@ def test_waits_and_marks_cover_peers(pool: ThreadPoolExecutor) -> None:
     mark = record()
     after = gpus.launch(second)
     waits = controls.count("cuCtxSynchronize")
-    waiting = pool.submit(driver.synchronize)
+    waiting = threads.submit(driver.synchronize)
     until(lambda: controls.count("cuCtxSynchronize") == waits + 1)
     assert not mark.done()
     gpus.finish(late)
@@ -452,14 +444,14 @@ def test_waits_and_marks_cover_peers(pool: ThreadPoolExecutor) -> None:
     waiting.result()
 
 
-def test_a_pause_waits_for_a_kernel_of_a_peer(pool: ThreadPoolExecutor) -> None:
+def test_a_pause_waits_for_a_kernel_of_a_peer(threads: ThreadPoolExecutor) -> None:
     """A kernel whose memory is gone when it ends would end the context."""
     first, second = gpus.gpus(2)
     _core.open_driver(first).use_peers([gpus.ordinal(second)])
     region = make(first)
     segment = Segment(region, 5 * MIB, seed=1)
     kernel = gpus.launch(second, segment.address, 100, byte=7)
-    pause = pool.submit(region.pause)
+    pause = threads.submit(region.pause)
     until(lambda: region.state != "active")
     late = refused(lambda: region.pause(timeout=0.1), memsaver.WaitTimeoutError)
     assert late.stage == "queue"  # the pause before waits for the kernel
@@ -534,7 +526,7 @@ def test_a_peer_that_cannot_be_retained_changes_nothing() -> None:
     assert [gpus.retained(name) for name in names] == [1, 1, 1]
 
 
-def test_peers_change_while_other_threads_call(pool: ThreadPoolExecutor) -> None:
+def test_peers_change_while_other_threads_call(threads: ThreadPoolExecutor) -> None:
     names = gpus.gpus(5)
     driver = _core.open_driver(names[0])
     stop = threading.Event()
@@ -555,7 +547,7 @@ def test_peers_change_while_other_threads_call(pool: ThreadPoolExecutor) -> None
             driver.release(handle)
             driver.unreserve(address, PAGE)
 
-    works = [pool.submit(work) for _ in range(3)]
+    works = [threads.submit(work) for _ in range(3)]
     for turn in range(100):
         driver.use_peers(driver.peer_candidates()[: turn % 5])
     stop.set()
@@ -575,7 +567,7 @@ def test_marks_use_events_again() -> None:
         del marks
 
 
-def test_ctrl_c_ends_the_wait_for_memory_of_any_device(pool: ThreadPoolExecutor) -> None:
+def test_ctrl_c_ends_the_wait_for_memory_of_any_device(threads: ThreadPoolExecutor) -> None:
     """Signals reach the main thread alone, and a thread beside it waits for the second device's memory."""
     regions = [make(name) for name in gpus.gpus(2)]
     segments = [Segment(region, 5 * MIB, seed) for seed, region in enumerate(regions)]
@@ -587,14 +579,13 @@ def test_ctrl_c_ends_the_wait_for_memory_of_any_device(pool: ThreadPoolExecutor)
         until(lambda: controls.count("cuMemGetInfo") > looks + 4)
         signal.raise_signal(signal.SIGINT)
 
-    pool.submit(interrupt)
+    threads.submit(interrupt)
     with pytest.raises(KeyboardInterrupt) as caught:
         memsaver.resume(regions, memory_timeout=1e6)
     assert caught.value.__context__ is None and [region.state for region in regions] == ["paused", "paused"]
     driver.release(taken)
     memsaver.resume(regions)
-    for segment in segments:
-        segment.check()
+    check(segments)
 
 
 def test_a_tag_selects_its_regions_on_all_devices_and_its_guest_leaves_with_the_last() -> None:
@@ -603,8 +594,7 @@ def test_a_tag_selects_its_regions_on_all_devices_and_its_guest_leaves_with_the_
         def come_back(self) -> None: ...
 
     first, second = [make(name, tag="both") for name in gpus.gpus(2)]
-    visitor = Visitor("guest", "both")
-    memsaver.register(visitor)
+    memsaver.register(Visitor("guest", "both"))
     for act, states in [
         (first.pause, ("paused", "active", "here")),
         (lambda: memsaver.pause("both"), ("paused", "paused", "away")),
@@ -613,7 +603,6 @@ def test_a_tag_selects_its_regions_on_all_devices_and_its_guest_leaves_with_the_
     ]:
         cast(Callable[[], None], act)()
         assert (first.state, second.state, memsaver.stats().guests[0].state) == states
-    memsaver.unregister(visitor)
 
 
 # The ledger
@@ -758,8 +747,7 @@ def test_devices_take_few_addresses_of_a_large_machine(tmp_path: Path) -> None:
     controls.system_files(None)
     assert psutil.Process().memory_info().vms - before < 1 << 40
     memsaver.resume(regions)
-    for segment in held:
-        segment.check()
+    check(held)
 
 
 def test_contents_in_several_ranges_of_addresses_come_back_whole() -> None:
@@ -865,8 +853,7 @@ def test_neighbours_are_copied_as_one(tmp_path: Path, backup: str) -> None:
         before = controls.count(call)
         move()
         assert controls.count(call) - before <= 4, (call, controls.count(call) - before)
-    for segment in segments:
-        segment.check()
+    check(segments)
     region.pause()
     for segment in segments[::100]:
         assert np.array_equal(segment.read(), segment.expected)
@@ -879,8 +866,8 @@ def test_neighbours_are_copied_as_one(tmp_path: Path, backup: str) -> None:
 class Meanwhile:
     """Two regions of a GPU with a backup each, of which the small one is paused with contents."""
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self.pool = pool
+    def __init__(self, threads: ThreadPoolExecutor) -> None:
+        self.threads = threads
         self.device = gpu()
         self.small, self.large = (make(self.device, tag=tag) for tag in ("small", "large"))
         self.segments = [Segment(self.small, 6 * MIB, seed=1)]
@@ -888,7 +875,7 @@ class Meanwhile:
         self.held = host_bytes(self.device)[0]
 
     def returns(self, call: Callable[[], Any]) -> Any:
-        return self.pool.submit(call).result(timeout=20)
+        return self.threads.submit(call).result(timeout=20)
 
     def host_bytes(self) -> tuple[int, int]:
         found: tuple[int, int] = self.returns(lambda: host_bytes(self.device))
@@ -896,13 +883,12 @@ class Meanwhile:
 
     def check(self) -> None:
         memsaver.resume([region for region in memsaver.regions.all_regions() if region.device == self.device])
-        for segment in self.segments:
-            segment.check()
+        check(self.segments)
 
 
 @pytest.fixture
-def meanwhile(pool: ThreadPoolExecutor) -> Meanwhile:
-    return Meanwhile(pool)
+def meanwhile(threads: ThreadPoolExecutor) -> Meanwhile:
+    return Meanwhile(threads)
 
 
 def until_stopped(call: str) -> None:
@@ -918,7 +904,7 @@ def test_no_lock_is_held_while_a_pause_makes_memory(meanwhile: Meanwhile, stop: 
     held = meanwhile.held
     meanwhile.segments.append(Segment(meanwhile.large, 50 * MIB, seed=2))
     with controls.held(stop):
-        pause = meanwhile.pool.submit(meanwhile.large.pause)
+        pause = meanwhile.threads.submit(meanwhile.large.pause)
         until_stopped(stop)
         assert meanwhile.host_bytes() == (held, held)
         meanwhile.returns(meanwhile.small.resume)  # put()
@@ -936,7 +922,7 @@ def test_no_lock_is_held_while_memory_goes_back(meanwhile: Meanwhile) -> None:
     other.pause()
     meanwhile.small.resume()
     with controls.held("cuMemHostUnregister"):
-        released = meanwhile.pool.submit(memsaver.release_host_memory)
+        released = meanwhile.threads.submit(memsaver.release_host_memory)
         until_stopped("cuMemHostUnregister")
         meanwhile.host_bytes()
         meanwhile.returns(other.resume)
@@ -951,7 +937,7 @@ def test_no_lock_is_held_while_contents_are_copied(meanwhile: Meanwhile, move: s
     if move == "pause":
         small.resume()
     with controls.held(stop):
-        moved = meanwhile.pool.submit(getattr(small, move))
+        moved = meanwhile.threads.submit(getattr(small, move))
         until_stopped(stop)
         assert meanwhile.returns(lambda: _core.acquire([other._core])) is None
         meanwhile.returns(lambda: _core.release([other._core]))
@@ -966,26 +952,26 @@ def test_no_lock_is_held_while_contents_are_copied(meanwhile: Meanwhile, move: s
     meanwhile.segments[0].check()
 
 
-def test_no_lock_is_held_while_peers_get_access(pool: ThreadPoolExecutor) -> None:
+def test_no_lock_is_held_while_peers_get_access(threads: ThreadPoolExecutor) -> None:
     """Of tagged regions, in which programs with a preloaded library allocate."""
     first, second = gpus.gpus(2)
     tagged = _core.tagged_regions("tms")
     segment = Segment(memsaver.regions.wrapper(tagged.active("a", first, "none")), MIB)
     gpus.activate(second)
     with controls.held("cuMemSetAccess"):
-        made = pool.submit(tagged.active, "b", first, "none")
+        made = threads.submit(tagged.active, "b", first, "none")
         until_stopped("cuMemSetAccess")
-        assert [each.tag for _, each in pool.submit(tagged.all).result(timeout=20)] == ["tms.a"]
+        assert [each.tag for _, each in threads.submit(tagged.all).result(timeout=20)] == ["tms.a"]
         assert not made.done()
     assert made.result().tag == "tms.b" and segment.nbytes
 
 
-def test_a_free_beside_an_allocation_leaves_the_page_that_they_share(pool: ThreadPoolExecutor) -> None:
+def test_a_free_beside_an_allocation_leaves_the_page_that_they_share(threads: ThreadPoolExecutor) -> None:
     """The new segment is in no book before its memory can be reached."""
     region = make(gpu(), "none")
     first = Segment(region, MIB)
     with controls.held("cuMemSetAccess"):
-        making = pool.submit(Segment, region, 3 * MIB, 1)
+        making = threads.submit(Segment, region, 3 * MIB, 1)
         until_stopped("cuMemSetAccess")
         del first
     second = making.result()
@@ -997,14 +983,14 @@ def test_a_free_beside_an_allocation_leaves_the_page_that_they_share(pool: Threa
 
 
 @pytest.mark.parametrize("call", ["cuCtxRecordEvent", "cuCtxSynchronize"])
-def test_a_capture_begins_after_calls_under_way_that_would_break_it(call: str, pool: ThreadPoolExecutor) -> None:
+def test_a_capture_begins_after_calls_under_way_that_would_break_it(call: str, threads: ThreadPoolExecutor) -> None:
     region = make("cpu", tag="captured")
     controls.record_supported(call == "cuCtxRecordEvent")
     segment = Segment(region, MIB, seed=1)
     with controls.held(call):
-        pause = pool.submit(region.pause)
+        pause = threads.submit(region.pause)
         until_stopped(call)
-        capture = pool.submit(_core.capture_begins)
+        capture = threads.submit(_core.capture_begins)
         assert not wait([capture], timeout=0.1).done
         assert not _core.capturing()
     capture.result()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ pytest.importorskip("ray", reason="needs ray")
 import memsaver  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
 from tests.group_support import Halved  # noqa: E402
-from tests.support import MIB, Block, host_used_bytes, until  # noqa: E402
-
-Make = Callable[..., memsaver.Region]
+from tests.support import MIB, Block, Make, host_used_bytes, until  # noqa: E402
 
 PHASES = {
     "rollout": {"engine": ["weights", "graphs"]},
@@ -133,11 +130,8 @@ def test_pauses_are_lazy_by_phase_role_and_tag(make: Make) -> None:
     pair.enter("rollout", lazy=True)
     pair.check()
     memsaver.configure(lazy=True)
-    try:
-        assert pair.enter("train", lazy={"engine": {"graphs": False}})[0] == 2 * MIB
-        assert pair.enter("rollout") == (0, 2 * MIB)
-    finally:
-        memsaver.configure(lazy=False)
+    assert pair.enter("train", lazy={"engine": {"graphs": False}})[0] == 2 * MIB
+    assert pair.enter("rollout") == (0, 2 * MIB)
     with pytest.raises(ValueError, match="lazy of 'trainer' names the tag"):
         pair.enter("train", lazy={"trainer": {"params": True}})
     for wrong, error in (("host", ValueError), (1, TypeError)):

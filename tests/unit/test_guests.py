@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +13,7 @@ import pytest
 import memsaver
 from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.support import MIB, Block, host_held_bytes, host_used_bytes, until
-
-Make = Callable[..., memsaver.Region]
+from tests.support import MIB, Block, Make, host_held_bytes, host_used_bytes, until
 
 
 class Visitor(memsaver.Guest):
@@ -51,19 +49,15 @@ def calls() -> list[str]:
 
 
 @pytest.fixture
-def visit(calls: list[str]) -> Iterator[Callable[..., Visitor]]:
-    """Registers guests that write to one list, and removes them."""
-    made: list[Visitor] = []
+def visit(calls: list[str]) -> Callable[..., Visitor]:
+    """Registers guests that write to one list."""
 
     def register(name: str, tags: str | list[str], *, order: int = 0) -> Visitor:
         guest = Visitor(name, tags, calls, order=order)
         memsaver.register(guest)
-        made.append(guest)
         return guest
 
-    yield register
-    for guest in made:
-        memsaver.unregister(guest)
+    return register
 
 
 Visit = Callable[..., Visitor]
@@ -166,9 +160,6 @@ def test_guests_are_away_exactly_while_their_tags_are_paused(make: Make, visit: 
         world.step(random.Random(seed))
 
 
-# Tags without regions
-
-
 # Failures
 
 
@@ -238,9 +229,8 @@ def test_guests_leave_in_the_second_half_of_a_prepared_pause(make: Make, visit: 
 
 
 def test_phases_move_guests_with_their_tags(
-    make: Make, visit: Visit, calls: list[str], fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+    make: Make, visit: Visit, calls: list[str], fresh_tag: Callable[[], str]
 ) -> None:
-    monkeypatch.setattr(memsaver.turns.phases, "_phases", {})
     weights, params, groups = make(), make(), fresh_tag()
     visit("of region", params.tag)
     visit("of name", groups)

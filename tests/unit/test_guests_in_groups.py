@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +10,7 @@ pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver.ray import Colocated, Group  # noqa: E402
-from tests.support import MIB, Block  # noqa: E402
-
-Make = Callable[..., memsaver.Region]
+from tests.support import MIB, Block, Make  # noqa: E402
 
 
 class Connections(memsaver.Guest):
@@ -59,13 +56,11 @@ class Pair:
 
 
 @pytest.fixture
-def pair(make: Make, tag: str) -> Iterator[Pair]:
+def pair(make: Make, tag: str) -> Pair:
     made = Pair(make, tag)
     for each in made.guests:
         memsaver.register(each)
-    yield made
-    for each in made.guests:
-        memsaver.unregister(each)
+    return made
 
 
 def test_guest_that_refuses_in_the_first_half_ends_the_turn_before_anything_changes(pair: Pair, tag: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,9 +12,7 @@ import memsaver
 from memsaver import _core, _results
 from memsaver._moves import Move
 from memsaver.transitions import prepare_pause
-from tests.support import MIB, Block, until
-
-Make = Callable[..., memsaver.Region]
+from tests.support import MIB, Block, Make, until
 
 
 class Slow(memsaver.Guest):
@@ -39,7 +37,6 @@ def slow(tag: str) -> Iterator[Slow]:
     memsaver.register(guest)
     yield guest
     guest.let_go.set()
-    memsaver.unregister(guest)
 
 
 def names(record: memsaver.figures.TransitionRecord) -> list[str]:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
-import memsaver
 from memsaver import _core
-from tests.support import PAGE, Fill, Hooks, free_bytes, functions, run_clean
-
-Make = Callable[..., memsaver.Region]
+from tests.support import PAGE, Fill, Hooks, Make, free_bytes, functions, run_clean
 
 
 def test_the_entry_point_selects_the_region_of_an_allocation(make: Make) -> None:
@@ -54,7 +51,7 @@ def test_a_failed_allocation_returns_null_and_wrong_frees_are_ignored(make: Make
     free(None, 0, 0, None)
 
 
-def test_threads_allocate_and_free_while_others_pause(make: Make) -> None:
+def test_threads_allocate_and_free_while_others_pause(make: Make, threads: ThreadPoolExecutor) -> None:
     region = make("host")
     hooks = Hooks(region)
     before = free_bytes()
@@ -83,15 +80,13 @@ def test_threads_allocate_and_free_while_others_pause(make: Make) -> None:
                 held.append((taken, nbytes, value))
             _core.release([region._core])
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
-    for thread in threads:
-        thread.start()
+    working = [threads.submit(work, seed) for seed in range(3)]
     for _ in range(30):
         region.pause()
         region.resume()
     stop.set()
-    for thread in threads:
-        thread.join()
+    for each in working:
+        each.result()
     assert not wrong
     assert (region.allocated_bytes, region.mapped_bytes, free_bytes()) == (0, 0, before)
 

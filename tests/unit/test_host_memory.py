@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -11,9 +10,7 @@ import pytest
 
 import memsaver
 from tests import controls
-from tests.support import GIB, KIB, MIB, PAGE, blocks, drop_backups, host_held_bytes, run_clean
-
-Make = Callable[..., memsaver.Region]
+from tests.support import GIB, KIB, MIB, PAGE, Make, blocks, check, drop_backups, host_held_bytes, run_clean
 
 
 @pytest.fixture
@@ -41,8 +38,7 @@ def test_a_backup_beyond_the_limit_is_refused_before_anything_moves(make: Make, 
         assert part in str(error)
     assert (region.state, region.mapped_bytes, region.backup_bytes) == ("active", mapped, 0)
     assert host_held_bytes() == 0
-    for block in held:
-        block.check()
+    check(held)
 
 
 def test_held_host_memory_is_used_beyond_a_lowered_limit(make: Make, arena: None) -> None:
@@ -59,8 +55,7 @@ def test_held_host_memory_is_used_beyond_a_lowered_limit(make: Make, arena: None
     memsaver.configure(host_limit=20 * MIB + PAGE)
     two.pause()
     two.resume()
-    for block in held:
-        block.check()
+    check(held)
 
 
 def test_the_regions_of_one_transition_are_counted_together(make: Make, arena: None) -> None:
@@ -80,8 +75,7 @@ def test_the_regions_of_one_transition_are_counted_together(make: Make, arena: N
     memsaver.configure(host_limit=None)
     memsaver.pause(tags)
     memsaver.resume(tags)
-    for block in held:
-        block.check()
+    check(held)
 
 
 def test_without_a_limit_the_machine_is_the_limit() -> None:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,11 +20,10 @@ import pytest
 import memsaver
 from memsaver import _guests, _moves, _results
 from memsaver._adapter import adapter
-from memsaver.turns import phases
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
 from memsaver.turns.turn import Turns
-from tests.support import MIB, Block, until
+from tests.support import MIB, Block, check, until
 
 FOLDER = os.path.dirname(memsaver.__file__)
 CALLS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if name in dis.opmap}
@@ -84,22 +83,18 @@ class Visitor(memsaver.Guest):
 
 
 @pytest.fixture
-def regions(fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[memsaver.Region]]:
+def regions(fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> list[memsaver.Region]:
     """Two regions of which one has a backup, with guests and phases."""
     adapter()  # a module that is imported later would keep the function that is patched here
-    monkeypatch.setattr(phases, "_phases", {})
     monkeypatch.setattr(_results, "_LOG_S", 0.01)
     found = [memsaver.region(fresh_tag(), device="cpu", backup=backup) for backup in ("host", "none")]
-    guests = [Visitor("first", found[0].tag), Visitor("both", [each.tag for each in found])]
-    for guest in guests:
-        memsaver.register(guest)
+    memsaver.register(Visitor("first", found[0].tag))
+    memsaver.register(Visitor("both", [each.tag for each in found]))
     memsaver.define_phase("first", found[0])
     memsaver.define_phase("second", found[1])
     for module in (memsaver.regions, _moves):  # those of other files would be looked at thousands of times
         monkeypatch.setattr(module, "all_regions", lambda: list(found))
-    yield found
-    for guest in guests:
-        memsaver.unregister(guest)
+    return found
 
 
 def phase(first: memsaver.Region, second: memsaver.Region) -> None:
@@ -201,6 +196,5 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
         enter("sync")
         held[0].fill(n)
         enter("rollout")
-        for each in held[: 1 + (params.state == "active")]:
-            each.check()
+        check(held[: 1 + (params.state == "active")])
     assert n > 100  # places

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,14 +13,7 @@ import torch
 
 import memsaver
 from tests import controls
-from tests.support import MIB, Block, Fill, host_held_bytes, host_used_bytes, until
-
-Make = Callable[..., memsaver.Region]
-
-
-@pytest.fixture(autouse=True)
-def no_phases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memsaver.turns.phases, "_phases", {})
+from tests.support import MIB, Block, Fill, Make, check, host_held_bytes, host_used_bytes, until
 
 
 class Sides:
@@ -260,8 +253,7 @@ def test_late_tags_of_a_turn_come_one_after_the_other(make: Make) -> None:
         assert first.state != "active"
         rest.close()
         first.wait(timeout=20)
-    for block in blocks:
-        block.check()
+    check(blocks)
     group.enter("away")
     with Fill():
         group.enter("train", memory_timeout=0)
@@ -300,7 +292,6 @@ def test_a_late_region_with_wrong_contents_raises_once(make: Make, tag: str) -> 
             assert raised.value.resumed == (tag,)
             region.wait()  # it is active
     finally:
-        memsaver.configure(verify=False)
         region.backup = "none"
 
 
@@ -330,7 +321,6 @@ def test_guests_and_rebuilds_of_a_late_region_do_not_wait_for_it(sides: Sides, t
             until(lambda: len(entered) == 2)
         assert entered == ["rebuilt", "active"]
     finally:
-        memsaver.unregister(guest)
         derived.backup = "none"
 
 

@@ -20,9 +20,20 @@ from memsaver import _core, _results
 from memsaver.transitions import prepare_pause
 from tests import controls
 from tests.pool_support import LAZY
-from tests.support import MIB, PAGE, Block, Fill, blocks, free_bytes, host_held_bytes, host_used_bytes, until
+from tests.support import (
+    MIB,
+    PAGE,
+    Block,
+    Fill,
+    Make,
+    blocks,
+    check,
+    free_bytes,
+    host_held_bytes,
+    host_used_bytes,
+    until,
+)
 
-Make = Callable[..., memsaver.Region]
 CHUNK = 32 * MIB
 
 
@@ -38,12 +49,6 @@ def disk(tmp_path: Path) -> None:
     memsaver.configure(disk_dir=tmp_path)
 
 
-@pytest.fixture
-def thread() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
-
-
 def lazily(make: Make, backup: str = "host", chunks: int = 4, **options: object) -> tuple[memsaver.Region, list[Block]]:
     """A region with some chunks and their blocks, which is paused lazily."""
     region = make(backup, **options)
@@ -51,11 +56,6 @@ def lazily(make: Make, backup: str = "host", chunks: int = 4, **options: object)
     region.pause(lazy=True)
     assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, chunks * CHUNK)
     return region, held
-
-
-def check(held: list[Block]) -> None:
-    for block in held:
-        block.check()
 
 
 def test_turns_of_sides_that_both_fit_copy_nothing(make: Make) -> None:
@@ -131,28 +131,24 @@ def test_the_option_is_the_default_of_pauses(make: Make) -> None:
     with pytest.raises(memsaver.ConfigError, match="expected True, False or 'copy'"):
         memsaver.configure(lazy="copies")
     memsaver.configure(lazy=True)
-    try:
-        region, other = make("host"), make("host")
-        held = [Block(each, CHUNK, 1) for each in (region, other)]
-        memsaver.pause([region, other], lazy={other.tag: False})
-        assert (region.offered_bytes, other.offered_bytes) == (CHUNK, 0)
-        region.pause(lazy=False)
-        assert (region.offered_bytes, region.backup_bytes) == (0, CHUNK)
-        memsaver.resume([region, other])
-        memsaver.define_phase("lazy", region)
-        memsaver.define_phase("lazy other", other)
-        with memsaver.phase("lazy"):
-            assert other.offered_bytes == CHUNK
-        other.resume()
-        memsaver.configure(lazy="copy")
-        other.pause()
-        wait_for_copies(other, 1)
+    region, other = make("host"), make("host")
+    held = [Block(each, CHUNK, 1) for each in (region, other)]
+    memsaver.pause([region, other], lazy={other.tag: False})
+    assert (region.offered_bytes, other.offered_bytes) == (CHUNK, 0)
+    region.pause(lazy=False)
+    assert (region.offered_bytes, region.backup_bytes) == (0, CHUNK)
+    memsaver.resume([region, other])
+    memsaver.define_phase("lazy", region)
+    memsaver.define_phase("lazy other", other)
+    with memsaver.phase("lazy"):
         assert other.offered_bytes == CHUNK
-        other.resume()
-    finally:
-        memsaver.configure(lazy=False)
-        for name in ("lazy", "lazy other"):
-            memsaver.define_phase(name, [])
+    other.resume()
+    memsaver.configure(lazy="copy")
+    other.pause()
+    wait_for_copies(other, 1)
+    assert other.offered_bytes == CHUNK
+    other.resume()
+    memsaver.configure(lazy=False)
     check(held)
     region.pause()
     assert region.offered_bytes == 0
@@ -239,7 +235,7 @@ def test_a_failed_resume_that_discards_has_not_written_to_offered_contents(make:
     assert set(held[0].tensor[:100].tolist()) == {0 if fill == "zero" else 0xFF}
 
 
-def test_a_resume_that_waits_leaves_its_offers_to_others(make: Make, thread: ThreadPoolExecutor) -> None:
+def test_a_resume_that_waits_leaves_its_offers_to_others(make: Make, threads: ThreadPoolExecutor) -> None:
     one, held = lazily(make)
     two, more = lazily(make, chunks=2)
     two.pause()
@@ -247,7 +243,7 @@ def test_a_resume_that_waits_leaves_its_offers_to_others(make: Make, thread: Thr
         blocks(make("none"), [2 * CHUNK])  # freed at once: idle memory
         one_half = blocks(make("none"), [2 * CHUNK])
         assert one.offered_bytes == 2 * CHUNK
-        waits = thread.submit(lambda: one.resume(memory_timeout=60))
+        waits = threads.submit(lambda: one.resume(memory_timeout=60))
         until(lambda: one.state == "resuming")
         two.resume(memory_timeout=20)  # for a moment the other one may have a chunk
         check(more)
@@ -258,13 +254,13 @@ def test_a_resume_that_waits_leaves_its_offers_to_others(make: Make, thread: Thr
     del one_half
 
 
-def test_a_resume_that_waits_gets_what_is_offered_later(make: Make, thread: ThreadPoolExecutor) -> None:
+def test_a_resume_that_waits_gets_what_is_offered_later(make: Make, threads: ThreadPoolExecutor) -> None:
     region, held = lazily(make, chunks=1)
     other, more = lazily(make, chunks=1)
     other.pause()
     region.resume()
     with Fill(leave=0):
-        waits = thread.submit(lambda: other.resume(memory_timeout=3600))
+        waits = threads.submit(lambda: other.resume(memory_timeout=3600))
         until(lambda: other.state == "resuming")
         with pytest.raises(TimeoutError):
             waits.result(0.1)
@@ -274,7 +270,7 @@ def test_a_resume_that_waits_gets_what_is_offered_later(make: Make, thread: Thre
     check(held + more)
 
 
-def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, thread: ThreadPoolExecutor) -> None:
+def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, threads: ThreadPoolExecutor) -> None:
     region, held = lazily(make)
     other, more = lazily(make, chunks=2)
     other.pause()
@@ -285,7 +281,7 @@ def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, thread: ThreadPoo
         controls.go_on("cuMemcpyDtoHAsync")
 
     with Fill(leave=0), controls.held("cuMemcpyDtoHAsync"):
-        done = thread.submit(interrupt)
+        done = threads.submit(interrupt)
         with pytest.raises(KeyboardInterrupt):
             other.resume()
         done.result(60)
@@ -295,7 +291,7 @@ def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, thread: ThreadPoo
 
 
 @pytest.mark.parametrize("way", ["allocation", "pause", "read"])
-def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, thread: ThreadPoolExecutor, way: str) -> None:
+def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, threads: ThreadPoolExecutor, way: str) -> None:
     region, held = lazily(make, chunks=1)
     one, two = make("none"), make("none")
     begin: dict[str, Callable[[], object]] = {
@@ -305,7 +301,7 @@ def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, thread: Thre
     }
     with Fill(leave=0):
         with controls.held("cuMemcpyDtoHAsync"):
-            first = thread.submit(begin[way])
+            first = threads.submit(begin[way])
             until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
             with ThreadPoolExecutor(1) as pool:
                 second = pool.submit(lambda: two.empty(CHUNK // 2, torch.uint8))
@@ -318,12 +314,12 @@ def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, thread: Thre
     check(held)
 
 
-def test_a_failed_copy_keeps_its_host_memory_until_no_copy_is_queued(make: Make, thread: ThreadPoolExecutor) -> None:
+def test_a_failed_copy_keeps_its_host_memory_until_no_copy_is_queued(make: Make, threads: ThreadPoolExecutor) -> None:
     region, held = lazily(make)
     memory = host_used_bytes()
     with Fill(leave=0), controls.held("cuStreamSynchronize"):
         controls.fail("cuEventSynchronize", 999, 2)
-        demand = thread.submit(lambda: make("none").empty(4 * CHUNK, torch.uint8))
+        demand = threads.submit(lambda: make("none").empty(4 * CHUNK, torch.uint8))
         until(lambda: controls.stopped("cuStreamSynchronize"))
         assert host_used_bytes() == memory + 4 * CHUNK
         controls.disarm()
@@ -338,14 +334,11 @@ def test_contents_on_disk_come_back_from_many_parts_with_little_host_memory(make
     region, held = lazily(make, "disk", chunks=6)
     memsaver.release_host_memory()
     memsaver.configure(host_limit=host_held_bytes() + 2 * CHUNK)
-    try:
-        with Fill(leave=0):
-            more = [block for _ in held for block in blocks(make("none"), [CHUNK])]
-            assert region.offered_bytes == 0
-            del more
-        region.resume()
-    finally:
-        memsaver.configure(host_limit=None)
+    with Fill(leave=0):
+        more = [block for _ in held for block in blocks(make("none"), [CHUNK])]
+        assert region.offered_bytes == 0
+        del more
+    region.resume()
     check(held)
 
 
@@ -367,11 +360,11 @@ def test_a_resume_that_fails_to_map_offers_all_again(make: Make, call: str) -> N
     assert failures
 
 
-def test_a_pause_that_is_not_lazy_waits_for_a_reader(make: Make, thread: ThreadPoolExecutor) -> None:
+def test_a_pause_that_is_not_lazy_waits_for_a_reader(make: Make, threads: ThreadPoolExecutor) -> None:
     region, held = lazily(make, "disk")
     memsaver.cpu_backup(held[0].tensor, clone=True)
     with controls.held("pread"):
-        reader = thread.submit(lambda: memsaver.cpu_backup(held[0].tensor, clone=True))
+        reader = threads.submit(lambda: memsaver.cpu_backup(held[0].tensor, clone=True))
         until(lambda: controls.stopped("pread"))
         with pytest.raises(memsaver.WaitTimeoutError) as caught:
             region.pause(timeout=0)
@@ -408,33 +401,30 @@ def test_a_shortage_of_host_memory_keeps_the_other_chunks(make: Make) -> None:
     memsaver.configure(host_limit=host_held_bytes() + 2 * CHUNK)
     time.sleep(0.05)
     before = paused_s(region)
-    try:
-        with Fill(leave=0):
-            more = blocks(make("none"), [CHUNK])
-            assert region.backup_bytes == CHUNK and paused_s(region) > before
-            for late in (make("none"), make("none")):
-                with pytest.raises(memsaver.OutOfMemoryError, match="cannot be copied: .*host_limit is") as raised:
-                    late.empty(3 * CHUNK, torch.uint8)
-                [(pid, _, offered, why)] = raised.value.unused
-                assert (pid, offered, why[:13]) == (os.getpid(), 2 * CHUNK, "offers chunks")
-            assert (region.backup_bytes, region.offered_bytes) == (2 * CHUNK, 2 * CHUNK)
-            with pytest.raises(memsaver.BackupError):
-                region.pause()
-            assert region.offered_bytes == 2 * CHUNK
-            del more
-        region.resume()
-    finally:
-        memsaver.configure(host_limit=None)
+    with Fill(leave=0):
+        more = blocks(make("none"), [CHUNK])
+        assert region.backup_bytes == CHUNK and paused_s(region) > before
+        for late in (make("none"), make("none")):
+            with pytest.raises(memsaver.OutOfMemoryError, match="cannot be copied: .*host_limit is") as raised:
+                late.empty(3 * CHUNK, torch.uint8)
+            [(pid, _, offered, why)] = raised.value.unused
+            assert (pid, offered, why[:13]) == (os.getpid(), 2 * CHUNK, "offers chunks")
+        assert (region.backup_bytes, region.offered_bytes) == (2 * CHUNK, 2 * CHUNK)
+        with pytest.raises(memsaver.BackupError):
+            region.pause()
+        assert region.offered_bytes == 2 * CHUNK
+        del more
+    region.resume()
     check(held)
 
 
-def test_offers_are_tried_again_when_a_capture_ends(make: Make, thread: ThreadPoolExecutor) -> None:
+def test_offers_are_tried_again_when_a_capture_ends(make: Make, threads: ThreadPoolExecutor) -> None:
     region, held = lazily(make)
     other, more = lazily(make, chunks=1)
     other.pause()
     with Fill(leave=0):
         _core.capture_begins()
-        waits = thread.submit(lambda: other.resume(memory_timeout=60))
+        waits = threads.submit(lambda: other.resume(memory_timeout=60))
         with pytest.raises(TimeoutError):
             waits.result(0.2)
         with pytest.raises(memsaver.Error, match="captured"):
@@ -542,7 +532,7 @@ def test_a_demand_takes_copied_chunks_first(make: Make) -> None:
 
 
 def test_a_lazy_pause_begins_and_ends_copies_ahead_of_an_earlier_one(
-    make: Make, thread: ThreadPoolExecutor, copies_in: Callable[[], memsaver.Region]
+    make: Make, threads: ThreadPoolExecutor, copies_in: Callable[[], memsaver.Region]
 ) -> None:
     region, held = lazily(make, chunks=8)
     region.pause(lazy="copy")
@@ -560,7 +550,7 @@ def test_a_lazy_pause_begins_and_ends_copies_ahead_of_an_earlier_one(
 
 
 @pytest.fixture
-def copies_in(make: Make, thread: ThreadPoolExecutor) -> Iterator[Callable[[], memsaver.Region]]:
+def copies_in(make: Make, threads: ThreadPoolExecutor) -> Iterator[Callable[[], memsaver.Region]]:
     """Begins a resume whose copy in is held. Twice at most."""
     regions = [make("host"), make("host")]
     held = [Block(each, CHUNK, seed) for seed, each in enumerate(regions)]  # alive as long as the fixture
@@ -568,7 +558,7 @@ def copies_in(make: Make, thread: ThreadPoolExecutor) -> Iterator[Callable[[], m
 
     def begin() -> memsaver.Region:
         region = regions.pop()
-        thread.submit(region.resume)
+        threads.submit(region.resume)
         until(lambda: controls.stopped("cuMemcpyHtoDAsync"))
         return region
 
@@ -618,7 +608,7 @@ def test_copies_ahead_wait_for_a_transition_of_the_region(make: Make, copies_in:
 
 
 @pytest.mark.parametrize("way", ["allocation", "resume", "pause", "read"])
-def test_copies_ahead_stop_for_a_demand(make: Make, thread: ThreadPoolExecutor, way: str) -> None:
+def test_copies_ahead_stop_for_a_demand(make: Make, threads: ThreadPoolExecutor, way: str) -> None:
     begin: dict[str, Callable[[], object]] = {
         "allocation": lambda: make("none").empty(CHUNK, torch.uint8),
         "resume": lambda: region.resume(),
@@ -630,7 +620,7 @@ def test_copies_ahead_stop_for_a_demand(make: Make, thread: ThreadPoolExecutor, 
         region, held = ahead(make, chunks=12)
         until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
         with Fill(leave=0) if way == "allocation" else nullcontext():
-            demand = thread.submit(begin[way])
+            demand = threads.submit(begin[way])
             with pytest.raises(TimeoutError):
                 demand.result(0.1)
             if way == "allocation":  # the next batch stops: no demand may wait for it
@@ -649,12 +639,12 @@ def test_copies_ahead_stop_for_a_demand(make: Make, thread: ThreadPoolExecutor, 
     check(held)
 
 
-def test_a_close_waits_for_a_copy_ahead(make: Make, thread: ThreadPoolExecutor) -> None:
+def test_a_close_waits_for_a_copy_ahead(make: Make, threads: ThreadPoolExecutor) -> None:
     with controls.held("cuMemcpyDtoHAsync"):
         region, held = ahead(make)
         until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
         with pytest.raises(memsaver.Error, match="allocated"):
-            closes = thread.submit(region.close)
+            closes = threads.submit(region.close)
             with suppress(TimeoutError):
                 closes.result(0.1)
             controls.go_on("cuMemcpyDtoHAsync")
@@ -666,7 +656,7 @@ def test_a_close_waits_for_a_copy_ahead(make: Make, thread: ThreadPoolExecutor) 
         region.pause(lazy="copy")
         until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
         held.clear()
-        closes = thread.submit(region.close)
+        closes = threads.submit(region.close)
         with pytest.raises(TimeoutError):
             closes.result(0.1)
         controls.go_on("cuMemcpyDtoHAsync")
@@ -678,13 +668,11 @@ def test_copies_ahead_end_without_host_memory_and_chunks_stay_offered(make: Make
     memsaver.release_host_memory()
     memsaver.configure(host_limit=host_used_bytes() + 5 * CHUNK)  # others may hold idle memory
     maps = controls.count("cuMemMap")
-    try:
-        region, held = ahead(make)
-        maps += 8  # of the blocks
-        until(lambda: controls.count("cuMemMap") >= maps + 8)  # of two batches
-        wait_for_copies(region, 4)
-    finally:
-        memsaver.configure(host_limit=None)
+    region, held = ahead(make)
+    maps += 8  # of the blocks
+    until(lambda: controls.count("cuMemMap") >= maps + 8)  # of two batches
+    wait_for_copies(region, 4)
+    memsaver.configure(host_limit=None)
     time.sleep(0.1)
     assert (region.state, region.offered_bytes, region.backup_bytes) == ("paused", 8 * CHUNK, 4 * CHUNK)
     with Fill(leave=0):

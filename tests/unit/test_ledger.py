@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -20,9 +20,8 @@ from memsaver.ledger import LedgerRow, accounts, reports
 from memsaver.ledger.accounts import Device, Report, account
 from memsaver.ledger.rows import Part
 from tests import controls
-from tests.support import GIB, MIB, PAGE, Peer, blocks, host_held_bytes, run_clean
+from tests.support import GIB, MIB, PAGE, Make, Peer, blocks, host_held_bytes, run_clean, used_bytes
 
-Make = Callable[..., memsaver.Region]
 Sums = dict[tuple[int | None, str], int]  # bytes by pid and kind
 
 _left_bytes = 0  # in use by this process before the test: chunks whose release other files made fail
@@ -52,11 +51,6 @@ def no_other_memory() -> Iterator[None]:
 
 def of_device() -> ledger.Ledger:
     return memsaver.stats().devices["cpu"].ledger
-
-
-def used_bytes() -> int:
-    free, total = _core.open_driver("cpu").memory()
-    return int(total - free)
 
 
 def by_kind(found: ledger.Ledger) -> Sums:
@@ -139,7 +133,6 @@ def test_a_guest_has_a_row(tag: str) -> None:
         found = of_device()
         assert not found.is_consistent and sum(row.bytes for row in found.rows) == used_bytes()
     finally:
-        memsaver.unregister(guest)
         _core.open_driver("cpu").release(handle)
 
 

@@ -23,13 +23,11 @@ import memsaver
 from memsaver import _results
 from tests.broker_support import Running
 from tests.pool_support import Worker
-from tests.support import MIB, Block, run_python, until
+from tests.support import MIB, ROOT, Block, Make, check, run_python, until
 
 prometheus_client = pytest.importorskip("prometheus_client")
 from memsaver import metrics  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-Make = Callable[..., memsaver.Region]
 COUNTS = ("memsaver_transitions_total", "memsaver_failures_total")
 Sample = tuple[str, frozenset[tuple[str, str]]]
 # A client whose regions are paused, and its own endpoint.
@@ -80,24 +78,20 @@ def growth(before: dict[Sample, float]) -> dict[Sample, float]:
 def test_the_collector_has_the_sums_of_the_history_and_the_bytes_of_stats(make: Make, tag: str) -> None:
     region, other = make("host"), make("host")
     blocks = [Block(region, 3 * MIB), Block(other, 2 * MIB)]
-    guest = Stubborn("stubborn", tag)
-    memsaver.register(guest)
+    memsaver.register(Stubborn("stubborn", tag))
     last, before = memsaver.history()[-1:], own()
+    region.pause()
+    memsaver.switch(pause=other, resume=region)
+    memsaver.pause(tag)
+    with pytest.raises(memsaver.GuestError):
+        memsaver.resume(tag)
+    memsaver._core.acquire([region._core])  # as a guarded launch
     try:
-        region.pause()
-        memsaver.switch(pause=other, resume=region)
-        memsaver.pause(tag)
-        with pytest.raises(memsaver.GuestError):
-            memsaver.resume(tag)
-        memsaver._core.acquire([region._core])  # as a guarded launch
-        try:
-            for _ in range(2):
-                with pytest.raises(memsaver.WaitTimeoutError):
-                    region.pause(timeout=0.01)
-        finally:
-            memsaver._core.release([region._core])
+        for _ in range(2):
+            with pytest.raises(memsaver.WaitTimeoutError):
+                region.pause(timeout=0.01)
     finally:
-        memsaver.unregister(guest)
+        memsaver._core.release([region._core])
     grown, values = growth(before), own()
     records = [each for each in memsaver.history() if not last or each.number > last[0].number]
     assert len(records) == 6
@@ -129,8 +123,7 @@ def test_the_collector_has_the_sums_of_the_history_and_the_bytes_of_stats(make: 
     assert values[key("process_bytes", device="cpu", kind="region", label=other.tag)] == 0
     assert values[key("backup_bytes", device="cpu", place="host")] >= 2 * MIB
     other.resume()
-    for block in blocks:
-        block.check()
+    check(blocks)
 
 
 def test_waits_and_copies_of_the_core_are_added() -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 import memsaver
-from tests.support import run_clean
+from tests.support import ROOT, run_clean, run_program
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
@@ -70,10 +69,8 @@ def test_the_files_of_a_wheel_suffice(tmp_path: Path) -> None:
     shutil.copy(memsaver._core.__file__, tmp_path / "site/memsaver")
     path = f"{tmp_path / 'site'}:{sysconfig.get_path('purelib')}"
     program = "from memsaver import cli, drop_in; cli.main(['drop-in', 'path']); print(drop_in.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", program], env={**os.environ, "PYTHONPATH": path, "MEMSAVER_DROP_IN": ""},
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    variables = {**os.environ, "PYTHONPATH": path, "MEMSAVER_DROP_IN": ""}
+    done = run_program([sys.executable, "-S", "-c", program], env=variables, cwd=tmp_path)
     assert done.stderr == ""
     start, module = map(Path, done.stdout.split())
     assert module.parent.parent == start.parent.parent == tmp_path / "site/memsaver"
@@ -92,13 +89,10 @@ def test_free_threaded_python_is_refused(tmp_path: Path) -> None:
         "real = sysconfig.get_config_var\n"
         "sysconfig.get_config_var = lambda name: 1 if name == 'Py_GIL_DISABLED' else real(name)\n"
     )
-    done = subprocess.run(
+    done = run_program(
         [cmake, "-S", str(ROOT), "-B", str(tmp_path / "build"), f"-DPython_EXECUTABLE={sys.executable}"],
         env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 1
     # CMake breaks lines of messages.

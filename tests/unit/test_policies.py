@@ -14,13 +14,11 @@ import memsaver
 from memsaver import errors
 from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.support import MIB, Block, blocks, drop_backups, free_bytes, host_held_bytes, host_used_bytes
+from tests.support import MIB, Block, Make, blocks, check, drop_backups, free_bytes, host_held_bytes, host_used_bytes
 
 HAS_RAY = find_spec("ray") is not None
 if HAS_RAY:
     from memsaver.ray import Colocated
-
-Make = Callable[..., memsaver.Region]
 
 
 def poisoned(make: Make) -> memsaver.Region:
@@ -49,8 +47,7 @@ def test_a_pause_takes_policies_by_tag(make: Make) -> None:
         assert moved.copied_bytes == 5 * MIB
         assert (kept.backup_bytes, given_up.backup_bytes, own.backup_bytes) == (3 * MIB, 0, 2 * MIB)
         memsaver.resume(tags)
-        for block in held:
-            block.check()
+        check(held)
     del lost
 
 
@@ -80,8 +77,6 @@ def test_a_resume_and_a_phase_take_restore_by_tag(make: Make) -> None:
     with memsaver.phase("policies off", backup={kept.tag: "none"}, restore={written.tag: False}) as moved:
         assert moved.copied_bytes == 0
         assert (kept.discarded, is_poison(blank[0])) == (True, True)
-    for name in ("policies on", "policies off"):
-        memsaver.define_phase(name, [])
 
 
 @pytest.mark.parametrize(

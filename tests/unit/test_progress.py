@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,12 +18,10 @@ import pytest
 
 import memsaver
 from memsaver import _core, _results
-from memsaver.turns import phases
 from memsaver.turns.members import Colocated
 from tests import controls
-from tests.support import MIB, Block, run_clean, until
+from tests.support import MIB, Block, Make, check, run_clean, until
 
-Make = Callable[..., memsaver.Region]
 BATCH, ALL = 64 * MIB, 192 * MIB  # of copies, and of a region
 
 
@@ -173,8 +170,7 @@ def test_all_planned_bytes_are_copied_at_the_end(
     assert cores.pop().progress == (2 * ALL, 2 * ALL) == (done.copied_bytes, 2 * ALL)
     regions[1].resume()
     assert cores.pop().progress == (ALL, ALL)
-    for each in held:
-        each.check()
+    check(held)
 
 
 def test_a_second_attempt_of_a_resume_counts_from_the_beginning(make: Make) -> None:
@@ -344,8 +340,7 @@ def test_a_terminal_without_tqdm_is_an_error_before_anything_moves(
     region.pause()
 
 
-def test_each_call_takes_progress_and_refuses_other_values(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases, "_phases", {})
+def test_each_call_takes_progress_and_refuses_other_values(make: Make) -> None:
     region = make("host")
     memsaver.define_phase("away", [])
     memsaver.define_phase("here", region)

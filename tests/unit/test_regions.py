@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,16 +18,18 @@ from tests.support import (
     PAGE,
     Block,
     Fill,
+    Make,
     blocks,
+    check,
     descriptors,
     free_bytes,
     host_used_bytes,
     run_clean,
+    thread_inside,
     uint8,
     until,
 )
 
-Make = Callable[..., memsaver.Region]
 CLASSES = {PAGE, 32 * MIB, 256 * MIB, 1024 * MIB}
 
 
@@ -83,8 +84,7 @@ def test_addresses_never_change_while_a_region_lives(make: Make) -> None:
         region.pause()
         assert [block.tensor.data_ptr() for block in held] == [block.address for block in held]
         region.resume()
-        for block in held:
-            block.check()
+        check(held)
         held.append(Block(region, 2 * MIB + 512, seed=100 + round_number))
 
 
@@ -167,9 +167,8 @@ def test_trim_and_a_resume_return_what_no_tensor_uses(make: Make, backup: str) -
     assert region._core.chunks == [256 * MIB]  # a chunk with a segment stays
     region.pause(backup="host"), region.resume()
     assert region.mapped_bytes <= region.allocated_bytes * 1.05 + 48 * MIB
-    for block in held:
-        block.check()
-    del held[:], block
+    check(held)
+    held.clear()
     memsaver.trim(region.tag)
     assert region.mapped_bytes == 0
 
@@ -261,9 +260,8 @@ def test_a_region_with_live_tensors_is_not_closed(make: Make) -> None:
         assert make("host", region.tag) is region
         assert region.state == state
         change()
-    for block in held:
-        block.check()
-    del held[:], block
+    check(held)
+    held.clear()
     region.close()
 
 
@@ -285,21 +283,10 @@ def test_a_region_in_use_is_not_closed(make: Make) -> None:
     _core.release([region._core])
     with region:
         is_refused()
-    entered, leave = threading.Event(), threading.Event()
-
-    def inside() -> None:
-        with region:
-            entered.set()
-            leave.wait(60)
-
-    thread = threading.Thread(target=inside)
-    thread.start()
-    entered.wait(60)
-    with pytest.raises(memsaver.Error, match=f"cannot be closed: thread {thread.ident} .* is inside it"):
-        region.close()
-    is_refused()
-    leave.set()
-    thread.join()
+    with thread_inside(region) as ident:
+        with pytest.raises(memsaver.Error, match=f"cannot be closed: thread {ident} .* is inside it"):
+            region.close()
+        is_refused()
     region.close()
 
 

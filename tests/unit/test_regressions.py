@@ -8,15 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import pytest
 
 import memsaver
 from tests import controls
-from tests.support import MIB, Block, Fill, environment, fresh_device, run_clean
-
-Make = Callable[..., memsaver.Region]
+from tests.support import MIB, Block, Fill, Make, environment, fresh_device, run_clean
 
 
 def test_memory_kept_by_a_refused_unmap_is_not_counted_for_a_resume(make: Make) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,9 +12,7 @@ import pytest
 import memsaver
 from memsaver import _core, config
 from memsaver.turns import reports
-from tests.support import until
-
-Make = Callable[..., memsaver.Region]
+from tests.support import Make, until
 
 
 @pytest.fixture(autouse=True)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +13,10 @@ import memsaver
 from memsaver._torch.checksums import block_sums
 from memsaver.broker import discovery
 from tests import controls
-from tests.support import KIB, MIB, Block, Sweep, blocks, host_held_bytes
+from tests.support import KIB, MIB, Make, Sweep, blocks, check, host_held_bytes, run_program
 
 BLOCK = 8 * MIB
 SIZES = [70 * MIB, 3 * KIB, 90 * MIB + 512, 5 * MIB]  # several batches of copies
-Make = Callable[..., memsaver.Region]
 
 
 @pytest.fixture(autouse=True)
@@ -30,11 +27,6 @@ def own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def sums(*arrays: np.ndarray) -> list[int]:
     return block_sums("cpu", [(each.ctypes.data, each.nbytes) for each in arrays], BLOCK)
-
-
-def check(held: list[Block]) -> None:
-    for each in held:
-        each.check()
 
 
 def common_bytes() -> int:
@@ -135,7 +127,6 @@ def test_other_policies_of_a_pause(make: Make, tag: str, tmp_path: Path) -> None
     memsaver.configure(verify=True)
     region.pause()
     region.resume()
-    memsaver.configure(verify=False)
     block.check()
 
 
@@ -197,7 +188,7 @@ def test_a_process_of_another_pid_namespace_is_refused(make: Make, tag: str) -> 
     make("host", same_as=tag)
     code = f"import memsaver; memsaver.region('a', 'cpu', 'host', same_as={tag!r})"
     command = ["unshare", "--user", "--map-current-user", "--pid", "--fork", sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = run_program(command, timeout=60)
     if "unshare" in done.stderr.splitlines()[-1]:
         pytest.skip("this system makes no pid namespaces")
     assert "a process in another pid namespace has it" in done.stderr

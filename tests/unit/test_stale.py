@@ -14,9 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import memsaver
 from memsaver._torch import stale
-from tests.support import MIB
-
-Make = Callable[..., memsaver.Region]
+from tests.support import MIB, Make
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memsaver
 from memsaver._torch import routing
-
-Make = Callable[..., memsaver.Region]
+from tests.support import Make
 
 
 def inside(region: memsaver.Region, tensor: torch.Tensor) -> bool:
@@ -288,7 +288,7 @@ def test_a_new_thread_with_the_number_of_an_ended_one_is_not_inside_its_region(m
     other.close()
 
 
-def test_entering_concerns_the_thread_alone(make: Make) -> None:
+def test_entering_concerns_the_thread_alone(make: Make, threads: ThreadPoolExecutor) -> None:
     regions = [make() for _ in range(4)]
     shared = make()
     barrier = threading.Barrier(4, timeout=60)
@@ -303,11 +303,7 @@ def test_entering_concerns_the_thread_alone(make: Make) -> None:
                     second = torch.ones(10)
             results.extend([inside(shared, first), inside(region, second), not inside(shared, torch.ones(3))])
 
-    threads = [threading.Thread(target=work, args=(region,)) for region in regions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    list(threads.map(work, regions))
     assert len(results) == 4 * 20 * 3 and all(results)
     assert shared.allocated_bytes == 0
 

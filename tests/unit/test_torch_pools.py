@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +19,8 @@ from memsaver._torch import routes as torch_routes
 from memsaver._torch import routing
 from memsaver._torch.pools import RegionPools, private
 from memsaver._torch.routes import Routes
-from tests.support import MIB, functions
+from tests.support import MIB, Make, functions
 
-Make = Callable[..., memsaver.Region]
 BYTES = 100 * MIB
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import memsaver
 from memsaver import _adapter
-from tests.support import run_clean
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import ROOT, run_clean
 
 # The attributes of modules and of their classes, and the contents of tables, by name.
 SEEN = """

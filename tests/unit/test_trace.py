@@ -12,7 +12,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ from memsaver.trace.picture import MOVING, samples
 from memsaver.trace.writer import IDLE
 from memsaver.transitions import prepare_pause
 from tests.pool_support import Running, Worker
-from tests.support import MIB, Block, Fill, environment, fresh_device, run_clean, until
+from tests.support import MIB, Block, Fill, Make, check, environment, fresh_device, run_clean, run_program, until
 
-Make = Callable[..., memsaver.Region]
 Event = dict[str, Any]
 
 
@@ -47,10 +46,7 @@ def of(path: Path | str) -> list[Event]:
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "memsaver", "trace", *map(str, arguments)],
-        env=environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    return run_program([sys.executable, "-m", "memsaver", "trace", *map(str, arguments)], env=environment())
 
 
 def named(events: list[Event], name: str, **fields: Any) -> list[Event]:
@@ -303,8 +299,7 @@ def test_transitions_side_by_side_have_tracks_of_their_own(make: Make, file: Pat
     copies = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "copies"]
     assert sorted(copies) == ["cpu copies in", "cpu copies out", "cpu copies out 2"]
     first.resume()
-    for block in blocks:
-        block.check()
+    check(blocks)
 
 
 def test_a_demand_that_is_repeated_waits_once(make: Make, file: Path) -> None:
@@ -321,8 +316,7 @@ def test_a_demand_that_is_repeated_waits_once(make: Make, file: Path) -> None:
     [wait] = [each for each in of(file) if each.get("cat") == "waits"]
     assert wait["args"] == {"bytes": 2 * MIB}
     offered.resume()
-    for block in blocks:
-        block.check()
+    check(blocks)
 
 
 @pytest.mark.parametrize("how", ["pause", "allocation", "ahead"])
@@ -365,8 +359,7 @@ def test_a_switch_copies_in_both_directions(make: Make, file: Path) -> None:
     copies = [each for each in events if each.get("cat") == "copies" and each["ts"] >= switch["ts"]]
     assert {each["name"]: each["args"]["bytes"] for each in copies} == {"copies out": 4 * MIB, "copies in": 6 * MIB}
     leaving.resume()
-    for block in blocks:
-        block.check()
+    check(blocks)
 
 
 def test_waits_for_the_driver_and_for_readers_have_their_bytes(make: Make, file: Path) -> None:
@@ -407,7 +400,7 @@ def test_a_long_transition_is_written_before_its_call_returns(make: Make, file: 
 
 
 @pytest.fixture
-def slow() -> Iterator[memsaver.Guest]:
+def slow() -> memsaver.Guest:
     class Slow(memsaver.Guest):
         def leave(self) -> None:
             time.sleep(0.02)
@@ -415,9 +408,7 @@ def slow() -> Iterator[memsaver.Guest]:
         def come_back(self) -> None:
             pass
 
-    guest = Slow("slow", "slow")
-    yield guest
-    memsaver.unregister(guest)
+    return Slow("slow", "slow")
 
 
 def test_phases_begin_and_end(make: Make, file: Path) -> None:
@@ -427,8 +418,6 @@ def test_phases_begin_and_end(make: Make, file: Path) -> None:
     for name in ("rollout", "train"):
         with memsaver.phase(name):
             pass
-    for name in ("rollout", "train"):
-        memsaver.define_phase(name, [])
     events = of(file)
     check_format(events)
     marks = [(each["ph"], each["name"]) for each in events if each.get("cat") == "phase"]

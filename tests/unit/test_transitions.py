@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,9 @@ from tests.support import (
     PAGE,
     Block,
     Fill,
+    Make,
     blocks,
+    check,
     descriptors,
     free_bytes,
     host_held_bytes,
@@ -28,15 +30,6 @@ from tests.support import (
     segments,
     until,
 )
-
-Make = Callable[..., memsaver.Region]
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as pool:
-        yield pool
-
 
 # Memory and contents of a pause and a resume
 
@@ -144,8 +137,7 @@ def test_a_resume_without_memory_names_everything_and_can_be_retried(make: Make)
             assert (region.state, region.mapped_bytes, free_bytes()) == ("paused", 0, 3 * PAGE)
             assert host_used_bytes() == used
     region.resume()
-    for block in held:
-        block.check()
+    check(held)
 
 
 def test_the_option_bounds_waits_of_allocations_and_of_resumes_without_a_bound(
@@ -226,45 +218,33 @@ def test_the_earliest_bound_ends_the_wait_for_memory(make: Make) -> None:
                 assert least <= caught.value.waited_s < 60
                 assert (region.state, out.state, free_bytes()) == ("paused", "active", 0)
     region.resume(timeout=0.05)
-    for block in held:
-        block.check()
+    check(held)
 
 
-def test_a_bound_ends_the_wait_for_an_earlier_transition(make: Make, threads: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("stage", ["queue", "launches"])
+def test_a_bound_ends_the_wait_for_an_earlier_transition_or_a_launch(
+    make: Make, threads: ThreadPoolExecutor, stage: str
+) -> None:
     region = make("host")
     held = blocks(region, [MIB])
-    earlier = memsaver.transitions.prepare_pause(region.tag)
-    late = [threads.submit(region.pause, timeout=0.05), threads.submit(region.resume, timeout=0.05)]
+    calls: list[Callable[..., object]] = [region.pause]
+    if stage == "queue":
+        calls.append(region.resume)
+        end: Callable[[], object] = memsaver.transitions.prepare_pause(region.tag).abort
+    else:
+        assert _core.acquire([region._core]) is None
+        end = partial(_core.release, [region._core])
+    late = [threads.submit(call, timeout=0.05) for call in calls]
     try:
         for each in late:
-            with pytest.raises(memsaver.WaitTimeoutError, match="stage 'queue'.*; nothing has changed$") as caught:
+            with pytest.raises(memsaver.WaitTimeoutError, match=f"stage '{stage}'.*; nothing has changed$") as caught:
                 each.result(5)
-            assert caught.value.stage == "queue"
+            assert caught.value.stage == stage
             assert caught.value.waited_s >= 0.05
-        assert region.state == "pausing"
+        assert (region.state, region.mapped_bytes > 0) == ("pausing" if stage == "queue" else "active", True)
     finally:
-        earlier.abort()
+        end()
         wait(late)
-        region.resume()
-    assert region.pause(timeout=60.0).paused == (region.tag,)
-    region.resume()
-    held[0].check()
-
-
-def test_a_bound_ends_the_wait_for_guarded_launches(make: Make, threads: ThreadPoolExecutor) -> None:
-    region = make("host")
-    held = blocks(region, [MIB])
-    assert _core.acquire([region._core]) is None
-    late = threads.submit(region.pause, timeout=0.05)
-    try:
-        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'launches'.*; nothing has changed$") as caught:
-            late.result(5)
-        assert caught.value.stage == "launches"
-        assert caught.value.waited_s >= 0.05
-        assert (region.state, region.mapped_bytes > 0) == ("active", True)
-    finally:
-        _core.release([region._core])
-        wait([late])
         region.resume()
     assert region.pause(timeout=60.0).paused == (region.tag,)
     region.resume()
@@ -300,8 +280,7 @@ def test_transitions_from_four_threads_keep_all_contents(
     memsaver.pause(tags)
     assert free_bytes() == before
     memsaver.resume(tags)
-    for block in held:
-        block.check()
+    check(held)
 
 
 # Guarded launches and captures

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,10 +16,8 @@ ROW = 8192
 
 
 @pytest.fixture(autouse=True)
-def verify() -> Iterator[None]:
+def verify() -> None:
     memsaver.configure(verify=True)
-    yield
-    memsaver.configure(verify=False)
 
 
 def flip(address: int) -> None:
