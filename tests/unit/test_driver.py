@@ -259,9 +259,14 @@ def test_marks_and_waits_cover_the_copies_queued_before_them(bench: Bench, by: s
     data, found = random_bytes(size, seed=1), np.zeros(size, np.uint8)
 
     def wait(direction: str) -> None:
-        mark = bench.driver.mark(direction) if by == "marks" else bench.driver.record()
-        mark.wait() if by == "marks" else bench.driver.synchronize()
-        assert mark is None or mark.done()
+        if by == "marks":
+            mark = bench.driver.mark(direction)
+            mark.wait()
+            assert mark.done()
+        else:
+            recorded = bench.driver.record()
+            bench.driver.synchronize()
+            assert recorded is None or recorded.done()
 
     bench.driver.copy_in(address, data.ctypes.data, size)
     wait("in")
