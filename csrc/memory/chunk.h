@@ -132,8 +132,8 @@ class ChunkSource {
   // called without a lock.
   // `whole`: ends the wait for chunks that others offer as well, which `deadline` does not end.
   virtual std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) = 0;
-  virtual void take_back(Chunk chunk) noexcept = 0;    // called by the destructor of a chunk; `chunk` has no source
-  virtual std::size_t idle_bytes() const = 0;          // of idle chunks in this process
+  virtual void take_back(Chunk chunk) noexcept = 0;  // called by the destructor of a chunk; `chunk` has no source
+  virtual std::size_t idle_bytes() const = 0;        // of idle chunks in this process
   virtual Supply look() = 0;
   virtual void settle() {}  // returns when other processes can get all chunks that were returned
 };

@@ -21,9 +21,9 @@ class Segments {
   std::size_t live_bytes() const { return live_bytes_; }
   std::size_t resting_bytes() const { return resting_bytes_; }
   Ranges live() const { return joined(parts({kEverywhere})); }  // joined where they touch
-  Ranges parts(const Ranges& ranges) const;                                       // live, within `ranges`, not joined
-  Ranges all() const { return between(0, kEverywhere.end()); }             // resting ones too, not joined
-  Ranges between(Address begin, Address end) const;  // segments that overlap this range, whole
+  Ranges parts(const Ranges& ranges) const;                     // live, within `ranges`, not joined
+  Ranges all() const { return between(0, kEverywhere.end()); }  // resting ones too, not joined
+  Ranges between(Address begin, Address end) const;             // segments that overlap this range, whole
   bool any_within(Address begin, Address end) const;
 
  private:

@@ -18,7 +18,7 @@ namespace {
 constexpr auto kRetry = std::chrono::milliseconds(2);
 constexpr auto kSlice = std::chrono::milliseconds(100);  // of a wait, until offered chunks are tried again
 constexpr double kRepeated = 0.1;                        // seconds between two waits of one demand
-constexpr unsigned char kPoison = 0xff;  // NaN in the usual floating-point types
+constexpr unsigned char kPoison = 0xff;                  // NaN in the usual floating-point types
 
 Range range_of(const std::vector<Slot>& neighbours) { return {neighbours.front().offset, bytes_of(neighbours)}; }
 
