@@ -11,7 +11,7 @@ it releases has one cycle. Needs 96 GiB of device memory and 80 GiB of host memo
 - within: 64 GiB from region to region without a backup.
 - lazy: two regions of 64 GiB, or less if the device has less, in turns by lazy pauses: both fit, or 10 GiB are lacking.
   Beside it the pause of such a region without a copy and its resume, by retained chunks.
-- stale: what the option stale adds to the resume of 8 GiB without contents, and the check of 8 GiB that were written.
+- stale: a resume of 8 GiB without contents with the option stale and without it, and the check of 8 GiB after a write.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ WAIT_S = 120.0
 WARM_UP = 2
 WAYS = ("memsaver", "plain copies")
 SAME = ("same_as", "a backup each")
+Span = tuple[float, float]  # begin and end, in seconds by the clock of the machine
 
 
 def options(parser: Options) -> None:
@@ -68,22 +69,23 @@ def measure(run: Run) -> None:
     run.keep(spans=samples)
 
 
-def _rates(spans: list[list[tuple[float, float]]], work: Work, devices: list[str]) -> dict[str, Any]:
+def _rates(spans: list[list[Span]], work: Work, devices: list[str]) -> dict[str, Any]:
     nbytes, row = 2 * work.total, dict[str, Any]()
     for rank, (device, mine) in enumerate(zip(devices, spans)):
         row[f"{rank} ({device})"] = statistics.median(nbytes / (end - begin) / 1e9 for begin, end in mine)
-    lasted = [max(end for _, end in cycle) - min(begin for begin, _ in cycle) for cycle in zip(*spans)]
-    row["all"] = statistics.median(len(devices) * nbytes / seconds / 1e9 for seconds in lasted)
+    row["all"] = statistics.median(len(devices) * nbytes / seconds / 1e9 for seconds in _lasted(spans))
     return row
 
 
+def _lasted(spans: list[list[Span]]) -> list[float]:
+    """Seconds of each cycle, from the first begin to the last end of all processes."""
+    return [max(end for _, end in cycle) - min(begin for begin, _ in cycle) for cycle in zip(*spans)]
+
+
 def _pauses(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    row = dict[str, Any]()
-    for part in ("pause", "resume"):
-        cycles = zip(*(each[part] for each in ranks))
-        row[f"{part}, ms"] = 1e3 * statistics.median(
-            max(e for _, e in each) - min(b for b, _ in each) for each in cycles
-        )
+    row = {
+        f"{part}, ms": 1e3 * statistics.median(_lasted([each[part] for each in ranks])) for part in ("pause", "resume")
+    }
     common = {inode: nbytes for each in ranks for inode, nbytes in each["common"].items()}
     return {**row, "host memory, GiB": (sum(each["own"] for each in ranks) + sum(common.values())) / GIB}
 
@@ -93,30 +95,31 @@ def touched(nbytes: int) -> Sample:
 
 
 def switching(work: Work, cycles: int, device: str, barrier: Barrier) -> Sample:
-    """Begin and end of each switch and of each plain copy, in seconds by the clock of the machine."""
+    """The spans of each switch and of each plain copy."""
     if device != "cpu":
         torch.cuda.set_device(device)
     # The available memory that the system reports may grow with its use.
     memsaver.configure(retain=RETAIN, host_limit=2 * work.total + GIB)
     sides, copies = Sides(work, device), PlainCopies(work.total, device, FOOTPRINT)
-    spans: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-
-    def together(way: str, act: Callable[[], object]) -> None:
-        synchronize(device)
-        barrier.wait(WAIT_S)
-        begin = time.perf_counter()
-        act()
-        synchronize(device)
-        spans[way].append((begin, time.perf_counter()))
-
+    spans: dict[str, list[Span]] = {way: [] for way in WAYS}
     for _ in range(WARM_UP + cycles):
-        sides.turn(lambda out, into: together("memsaver", lambda: switch(out, into)))
-        together("plain copies", lambda: copies.ms("both"))
+        sides.turn(lambda out, into: spans["memsaver"].append(_span(device, barrier, lambda: switch(out, into))))
+        spans["plain copies"].append(_span(device, barrier, lambda: copies.ms("both")))
     return {way: each[WARM_UP:] for way, each in spans.items()}
 
 
+def _span(device: str, barrier: Barrier, act: Callable[[], object]) -> Span:
+    """Of a call that all processes begin together, with the work of the device."""
+    synchronize(device)
+    barrier.wait(WAIT_S)
+    begin = time.perf_counter()
+    act()
+    synchronize(device)
+    return begin, time.perf_counter()
+
+
 def pausing(work: Work, cycles: int, device: str, barrier: Barrier) -> Sample:
-    """Begin and end of each pause and resume of contents that are the same in all processes."""
+    """The spans of each pause and resume of contents that are the same in all processes."""
     if device != "cpu":
         torch.cuda.set_device(device)
     memsaver.configure(retain=RETAIN, host_limit=2 * work.total + GIB)
@@ -128,15 +131,11 @@ def pausing(work: Work, cycles: int, device: str, barrier: Barrier) -> Sample:
         torch.manual_seed(0)
         with region:
             contents = Contents(work.allocate(device))
-        spans: dict[str, list[tuple[float, float]]] = {"pause": [], "resume": []}
+        spans: dict[str, list[Span]] = {"pause": [], "resume": []}
         for _ in range(WARM_UP + cycles):
             contents.change()
             for part, act in (("pause", region.pause), ("resume", region.resume)):
-                synchronize(device)
-                barrier.wait(WAIT_S)
-                begin = time.perf_counter()
-                act()
-                spans[part].append((begin, time.perf_counter()))
+                spans[part].append(_span(device, barrier, act))
             contents.check()
         descriptors = list(Path("/proc/self/fd").iterdir())
         files = [os.stat(path) for path in descriptors if "memfd:same-" in os.path.realpath(path)]

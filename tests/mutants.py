@@ -202,7 +202,10 @@ MUTANTS = [
         "csrc/regions/resting.cpp",
         "|| gate_.capturing()) return false;",
         "|| gate_.capturing() || MUTANT) return false;",
-        ["unit/test_resting.py::test_an_allocation_and_a_resume_wait_for_memory_that_another_region_freed"],
+        [
+            "unit/test_resting.py::test_an_allocation_waits_for_memory_that_another_region_freed",
+            "unit/test_resting.py::test_a_resume_waits_for_memory_that_another_region_freed",
+        ],
     ),
     Mutant(
         "launches_are_not_waited_for",
@@ -210,7 +213,7 @@ MUTANTS = [
         "csrc/transitions/transition.cpp",
         "return !region->in_use();",
         "return !region->in_use() || MUTANT;",
-        ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_an_earlier_transition_or_a_launch[launches]"],
+        ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_guarded_launches"],
     ),
     Mutant(
         "the_attached_are_not_waited_for",
@@ -226,7 +229,7 @@ MUTANTS = [
         "csrc/base/waits.h",
         "if (at >= deadline || waiting_is_over) return false;",
         "if ((at >= deadline && !MUTANT) || waiting_is_over) return false;",
-        ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_an_earlier_transition_or_a_launch[queue]"],
+        ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_an_earlier_transition"],
     ),
     Mutant(
         "the_last_transition_is_the_first",
@@ -250,7 +253,7 @@ MUTANTS = [
         "csrc/transitions/transition.cpp",
         "committed_ || contains",
         "committed_ || MUTANT || contains",
-        ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_an_earlier_transition_or_a_launch[launches]"],
+        ["unit/test_transitions.py::test_a_bound_ends_the_wait_for_guarded_launches"],
     ),
     Mutant(
         "a_pause_does_not_wait_for_the_device",

@@ -261,7 +261,7 @@ void bind_regions(nb::module_& module) {
   module.def("default_pool", &default_pool, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
   nb::class_<RegionMemory>(module, "RegionMemory").def("rows", &RegionMemory::rows);
   module.def("region_memory", &region_memory);
-  module.def("region_count", [] { return core().all_regions().size(); });
+  module.def("region_count", [] { return core().region_count(); });
   module.def("regions", [] { return core().all_regions(); }, nb::rv_policy::reference);
   module.def(
       "region_at", [](Address address) { return core().parts.addresses.at(address); }, nb::rv_policy::reference,

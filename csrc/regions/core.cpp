@@ -115,6 +115,11 @@ std::vector<Region*> Core::all_regions() {
   return found;
 }
 
+std::size_t Core::region_count() {
+  std::lock_guard lock(mutex);
+  return regions_.size();
+}
+
 std::vector<Region*> Core::regions_of(const Device& device) {
   std::vector<Region*> found = all_regions();
   std::erase_if(found, [&](const Region* region) { return &region->device != &device; });

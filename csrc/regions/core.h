@@ -35,6 +35,7 @@ class Core {
   Region* find(const std::string& tag, const Device& device);
   std::vector<Region*> regions_of(const Device& device);
   std::vector<Region*> all_regions();
+  std::size_t region_count();
   void close(Region& region);    // see Region::close()
   void mark_lost(Device& dead);  // its context is dead: its regions become lost
 

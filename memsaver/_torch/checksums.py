@@ -22,7 +22,7 @@ _ROW = 8192  # bytes with one checksum
 _MOST_NAMED = 20  # allocations in an error
 _WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
 _STEP = 1 << 30  # bytes at once: the sums take a thousandth of it on the device
-_AT_ONCE = 4  # blocks: fewer calls of kernels, and temporary device memory of about three times as much
+_AT_ONCE = 4  # blocks: fewer calls of kernels, and temporary device memory of about four times as much
 # Odd numbers, the same in all processes and versions of Python.
 _numbers = random.Random("memsaver")
 _FACTORS = [[_numbers.getrandbits(64) - (1 << 63) | 1 for _ in range(_ROW // 8)] for _ in range(2)]
@@ -98,12 +98,12 @@ def block_sums(device: str, parts: Ranges, block: int) -> list[int]:
     """
     with outside():
         factors = torch.tensor(_FACTORS, dtype=torch.int64).to(device)  # [2, words of a row]
-        found = [_block_sums(factors, some, block) for some in _contents(device, parts, _AT_ONCE * block)]
+        found = [_block_sums(factors, pieces, block) for pieces in _contents(device, parts, _AT_ONCE * block)]
         return [number & _WORD for number in torch.cat(found).flatten().tolist()]
 
 
-def _contents(device: str, parts: Ranges, most: int) -> Iterator[Tensor]:
-    """uint8 [bytes]: the contents in pieces of ``most`` bytes. The last one may be shorter."""
+def _contents(device: str, parts: Ranges, most: int) -> Iterator[list[Tensor]]:
+    """uint8 [bytes]: the contents in lists of pieces, of ``most`` bytes together. The last list may have fewer."""
     pieces: list[Tensor] = []
     room = most
     for address, nbytes in parts:
@@ -112,18 +112,18 @@ def _contents(device: str, parts: Ranges, most: int) -> Iterator[Tensor]:
             pieces.append(bytes_at(device, address, size))
             address, nbytes, room = address + size, nbytes - size, room - size
             if not room:
-                yield torch.cat(pieces) if pieces[1:] else pieces[0]
+                yield pieces
                 pieces, room = [], most
     if pieces:
-        yield torch.cat(pieces)
+        yield pieces
 
 
-def _block_sums(factors: Tensor, contents: Tensor, block: int) -> Tensor:
+def _block_sums(factors: Tensor, pieces: list[Tensor], block: int) -> Tensor:
     """int64 [blocks, 2]: the sums of blocks of at most 8 MiB. The last one may be shorter."""
-    count = contents.numel()
-    missing = -count % block
-    words = (torch.nn.functional.pad(contents, (0, missing)) if missing else contents).view(torch.int64)
-    rows = _folded(words.view(-1, _ROW // 8))
+    missing = -sum(each.numel() for each in pieces) % block
+    # A copy, since a piece may begin at any address, and the device reads words at multiples of 8 alone.
+    contents = torch.cat([*pieces, pieces[0].new_zeros(missing)])
+    rows = _folded(contents.view(torch.int64).view(-1, _ROW // 8))
     sums = _folded(torch.stack([(rows * factor).sum(1) for factor in factors])).view(2, -1, block // _ROW)
     found = (sums * factors[:, None, : block // _ROW]).sum(2).T + block
     found[-1] -= missing

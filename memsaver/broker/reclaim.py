@@ -101,7 +101,6 @@ class Reclaim:
         return [] if self._next_at is None else [self._next_at]
 
     def _begin(self, head: Demand, now: float) -> None:
-        self._begun_at = now
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._has_round = True
         self._exhausted.clear()
@@ -109,8 +108,7 @@ class Reclaim:
         self._told.pop(head, None)
         for client in self._clients.values():
             if client.is_user and client.is_connected and (self._own_asked or client is not head.client):
-                self._asked[client.id] = client
-                client.send(Message("reclaim", (0, 0)))
+                self._ask(client, now)
 
     @property
     def _longest_s(self) -> float:
@@ -124,11 +122,8 @@ class Reclaim:
         """Asks the next client for what the demand lacks. False: none has anything left to give."""
         for client in self._clients.values():
             if client.is_connected and client.offered_bytes and client.id not in self._exhausted:
-                self._begun_at = now
                 self._offering = client, client.offered_bytes
-                self._asked[client.id] = client
-                own = head.request if client is head.client else 0
-                client.send(Message("reclaim", (head.remaining, own)))
+                self._ask(client, now, head.remaining, head.request if client is head.client else 0)
                 return True
         return False
 
@@ -137,10 +132,14 @@ class Reclaim:
         if self._own_asked or not head.client.is_user:
             return False
         self._own_asked = True
-        self._begun_at = now
-        self._asked[head.client.id] = head.client
-        head.client.send(Message("reclaim", (0, 0)))
+        self._ask(head.client, now)
         return True
+
+    def _ask(self, client: Client, now: float, offered: int = 0, own: int = 0) -> None:
+        """Asks for so many offered bytes, or for caches. The regions of the client's demand ``own`` keep their chunks."""
+        self._begun_at = now
+        self._asked[client.id] = client
+        client.send(Message("reclaim", (offered, own)))
 
     def _tell(self, demand: Demand, more: bool) -> None:
         """Sends the holders and their bytes to the client of a demand, unless it has them."""

@@ -110,9 +110,7 @@ class Plan:
         """The checked options of a turn that begins now."""
         moves, bounds = self.moves(name), Bounds(timeout, memory_timeout, reader_timeout)
         values = {
-            option: policies.joined(
-                self.values[option].get(name, {}), policies.of_turn(option, given, moves[option == "restore"])
-            )
+            option: policies.joined(self.values[option].get(name, {}), _checked_values(option, given, moves))
             for option, given in (("backup", backup), ("restore", restore), ("lazy", lazy))
         }
         return TurnOptions(bounds, values, time.monotonic())
@@ -124,11 +122,16 @@ class Plan:
         for name in given or ():
             if name not in self.phases:
                 raise ValueError(f"{option} names the phase {name!r}, expected one of {listed(self.phases)}")
-        side = option == "restore"  # of moves()
-        found = dict(given or {}).items()
         return {
-            name: policies.of_turn(option, each, self.moves(name)[side], f" in phase {name!r}") for name, each in found
+            name: _checked_values(option, each, self.moves(name), f" in phase {name!r}")
+            for name, each in dict(given or {}).items()
         }
+
+
+def _checked_values(option: str, given: Any, moves: tuple[dict[str, list[str]], ...], place: str = "") -> ByRole:
+    """``moves``: the tags that pause, and the tags that resume, by role."""
+    leaving, coming = moves
+    return policies.of_turn(option, given, coming if option == "restore" else leaving, place)
 
 
 def _checked_phases(phases: Phases, roles: Collection[str] | None) -> dict[str, dict[str, dict[str, list[str]]]]:

@@ -155,6 +155,18 @@ def test_two_processes_keep_one_copy(fresh: Make, tmp_path: Path, monkeypatch: p
     assert bool((tensor == torch.arange(40 * MIB, device="cuda") % 251).all())
 
 
+def test_a_common_copy_has_contents_of_odd_lengths(
+    fresh: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path))
+    region = fresh("odd", "host", same_as="odd lengths")
+    held = [region.empty((nbytes,), torch.uint8).random_() for nbytes in (5, 40 * MIB, 3, 40 * MIB + 1)]
+    expected = [each.cpu() for each in held]
+    assert region.pause().copied_bytes == sum(each.numel() for each in held)
+    region.resume()
+    assert all(torch.equal(each.cpu(), one) for each, one in zip(held, expected))
+
+
 def test_a_common_copy_has_the_bytes_of_tensors_alone(
     fresh: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -302,8 +302,12 @@ def test_the_end_of_a_demand_is_not_reported_to_an_exited_client(pool: Pool, one
 def asked(monkeypatch: pytest.MonkeyPatch, one: Client, two: Client) -> list[tuple[Client, int]]:
     """The requests of clients: for offers of so many bytes, or 0, for caches."""
     found: list[tuple[Client, int]] = []
-    note = lambda each, message: found.append((each, message.words[0])) if message.kind == "reclaim" else None  # noqa: E731
-    monkeypatch.setattr(Client, "send", note)
+
+    def send(client: Client, message: Message) -> None:
+        if message.kind == "reclaim":
+            found.append((client, message.words[0]))
+
+    monkeypatch.setattr(Client, "send", send)
     one.is_user = two.is_user = True
     return found
 

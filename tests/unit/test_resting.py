@@ -11,7 +11,7 @@ import torch
 import memsaver
 from memsaver import _core
 from tests import controls
-from tests.support import MIB, Block, Fill, Make, check, until
+from tests.support import MIB, Block, Fill, Make, until
 
 SIZE = 40 * MIB
 WAIT_S = 1.0  # of a shortage, at most
@@ -75,25 +75,28 @@ def test_the_thread_sets_no_marks(make: Make, stream: int) -> None:
     assert controls.capture_end(), "a mark broke the capture"
 
 
-@pytest.mark.parametrize("taker", ["allocation", "resume"])
-def test_an_allocation_and_a_resume_wait_for_memory_that_another_region_freed(
-    make: Make, stream: int, taker: str
-) -> None:
-    busy, other = make(), make("host")
-    held = []
-    if taker == "resume":
-        held.append(Block(other, SIZE, seed=1))
-        other.pause()
+def test_an_allocation_waits_for_memory_that_another_region_freed(make: Make, stream: int) -> None:
+    busy, other = make(), make()
     block = Block(busy, SIZE)
     with Fill():
         freed = free_under_a_kernel(stream, block, 0.5)
         del block
-        if taker == "resume":
-            other.resume()
-        else:
-            held.append(Block(other, SIZE))
+        late = Block(other, SIZE)
         assert controls.clock_now() >= freed + 0.5
-        check(held)
+        late.check()
+
+
+def test_a_resume_waits_for_memory_that_another_region_freed(make: Make, stream: int) -> None:
+    busy, other = make(), make("host")
+    held = Block(other, SIZE, seed=1)
+    other.pause()
+    block = Block(busy, SIZE)
+    with Fill():
+        freed = free_under_a_kernel(stream, block, 0.5)
+        del block
+        other.resume()
+        assert controls.clock_now() >= freed + 0.5
+        held.check()
 
 
 def test_two_allocations_wait_for_the_same_freed_memory_without_marks(

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import memsaver
+from memsaver._torch import checksums
 from memsaver._torch.checksums import block_sums
 from memsaver.broker import discovery
 from tests import controls
@@ -27,6 +29,19 @@ def own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def sums(*arrays: np.ndarray) -> list[int]:
     return block_sums("cpu", [(each.ctypes.data, each.nbytes) for each in arrays], BLOCK)
+
+
+def test_words_are_read_at_multiples_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reads no others."""
+    folded, found = checksums._folded, []
+
+    def spy(words: torch.Tensor) -> torch.Tensor:
+        found.append(words.data_ptr() % 8)
+        return folded(words)
+
+    monkeypatch.setattr(checksums, "_folded", spy)
+    sums(np.ones(5, np.uint8), np.ones(9 * BLOCK, np.uint8))
+    assert found and not any(found)
 
 
 def common_bytes() -> int:
