@@ -136,7 +136,7 @@ class Reclaim:
         return True
 
     def _ask(self, client: Client, now: float, offered: int = 0, own: int = 0) -> None:
-        """Asks for so many offered bytes, or for caches. The regions of the client's demand ``own`` keep their chunks."""
+        """Asks for offered bytes, or for caches. The regions of the client's demand ``own`` keep their chunks."""
         self._begun_at = now
         self._asked[client.id] = client
         client.send(Message("reclaim", (offered, own)))
