@@ -91,8 +91,9 @@ class ToCpu(Resident):
     def leave(self) -> None:
         self.is_active = False
         for tensor in self._tensors:
-            storage, contents = tensor.untyped_storage(), tensor.detach().to("cpu", copy=True)
-            self._kept.append((storage.nbytes(), contents if self.backup == "host" else None))
+            storage = tensor.untyped_storage()
+            contents = tensor.detach().to("cpu", copy=True) if self.backup == "host" else None
+            self._kept.append((storage.nbytes(), contents))
             storage.resize_(0)
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()

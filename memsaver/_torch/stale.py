@@ -5,6 +5,7 @@ A resume fills such memory with a random pattern of 128 bits. 64 bytes that stil
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import secrets
 import warnings
@@ -181,26 +182,28 @@ def _raise(regions: Iterable[Region], only_named: bool = False) -> None:
     raise StaleError(f"{many} memory came back: {names}{more}", tensors=found)
 
 
-def _unwritten(region: Region, made: _Fill, only_named: bool) -> Iterator[tuple[str, int, int]]:
+def _unwritten(region: Region, made: _Fill, only_named: bool) -> list[tuple[str, int, int]]:
     """Name, bytes, and bytes that hold the pattern."""
     now, is_exact = _blocks(region)
     named: dict[int, list[tuple[str, int, int]]] = {}
     kept = sorted(address for address, nbytes in made.blocks.items() if now.get(address) == nbytes)
     for name, address, nbytes in _named():
-        for block in kept:
-            if block <= address and address + nbytes <= block + made.blocks[block]:
-                named.setdefault(block, []).append((name, address, nbytes))
-    for block in named if only_named else kept:
-        nbytes = made.blocks[block]
-        if block in named:
-            parts = named[block]
-        else:  # of a rounded size, all but the last bytes are of the tensor for sure
-            size = nbytes if is_exact else nbytes - _GRANULE
-            parts = [(f"region {region.tag!r} at {block:#x}", block, size)]
-        for name, address, size in parts:
-            stale = _count(region.device, address, size, torch.roll(made.pattern, -((address - block) % 16)))
-            if stale:
-                yield name, size, stale
+        at = bisect.bisect_right(kept, address) - 1
+        if at >= 0 and address + nbytes <= kept[at] + made.blocks[kept[at]]:
+            named.setdefault(kept[at], []).append((name, address, nbytes))
+    parts, counts = [], []
+    with outside(), torch.no_grad():
+        # By the offset in a block.
+        patterns = torch.stack([torch.roll(made.pattern, -at) for at in range(16)]).to(region.device)
+        for block in named if only_named else kept:
+            # Of a rounded size, all but the last bytes are of the tensor for sure.
+            sure = made.blocks[block] - (0 if is_exact else _GRANULE)
+            for name, address, nbytes in named.get(block, [(f"region {region.tag!r} at {block:#x}", block, sure)]):
+                if nbytes >= _LEAST:
+                    parts.append((name, nbytes))
+                    counts.append(_count(region.device, address, nbytes, patterns[(address - block) % 16]))
+        found = torch.stack(counts).tolist() if counts else []  # one wait for the device
+    return [(*part, stale) for part, stale in zip(parts, found) if stale]
 
 
 def _named() -> Iterator[tuple[str, int, int]]:
@@ -223,19 +226,13 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(f"{name}.{attribute}", getattr(tensor, attribute))
 
 
-@torch.no_grad()
-def _count(device: str, address: int, nbytes: int, pattern: Tensor) -> int:
+def _count(device: str, address: int, nbytes: int, pattern: Tensor) -> Tensor:
     """The bytes that hold the pattern, in pieces of 64 bytes. A shorter tensor holds it whole or not."""
-    if nbytes < _LEAST:
-        return 0
-    with outside():
-        pattern = pattern.to(device)
-        memory = bytes_at(device, address, nbytes)
-        if nbytes < _PIECE:
-            return nbytes if bool((memory == pattern[:nbytes]).all()) else 0
-        whole, count = memory[: nbytes // _PIECE * _PIECE], 0
-        if address % 8 == 0:
-            whole, pattern = whole.view(torch.int64), pattern.view(torch.int64)
-        for part in whole.split(_STEP):
-            count += int((part.view(-1, pattern.numel()) == pattern).all(1).sum())
-        return count * _PIECE
+    memory = bytes_at(device, address, nbytes)
+    if nbytes < _PIECE:
+        return (memory == pattern[:nbytes]).all() * nbytes
+    whole = memory[: nbytes // _PIECE * _PIECE]
+    if address % 8 == 0:
+        whole, pattern = whole.view(torch.int64), pattern.view(torch.int64)
+    counts = [(part.view(-1, pattern.numel()) == pattern).all(1).sum() for part in whole.split(_STEP)]
+    return sum(counts[1:], counts[0]) * _PIECE
