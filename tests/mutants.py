@@ -592,6 +592,14 @@ MUTANTS = [
         ["unit/test_lazy.py::test_a_demand_takes_copied_chunks_first"],
     ),
     Mutant(
+        "a_demand_takes_no_share",
+        "lazy pauses: a program that allocates step by step waits for an offer in each step",
+        "csrc/regions/eviction.cpp",
+        "Choice{false, wanted, share}",
+        "Choice{false, wanted, MUTANT ? wanted : share}",
+        ["unit/test_lazy.py::test_a_small_demand_takes_a_share_of_what_needs_no_copy[none-2]"],
+    ),
+    Mutant(
         "copies_ahead_go_on_after_a_failure",
         "lazy pauses: copies ahead of a demand are tried again and again without host memory",
         "csrc/regions/eviction.cpp",

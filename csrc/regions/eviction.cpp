@@ -12,6 +12,8 @@ namespace {
 
 constexpr std::size_t kAtOnce = std::size_t{1} << 30;  // then the thread checks for signals, and others get their turn
 constexpr std::size_t kAhead = 128 * kMiB;             // of copies ahead of a demand
+constexpr std::size_t kAny = static_cast<std::size_t>(-1);
+constexpr std::size_t kPlainShare = 32;  // of all offers, a demand gets one in so many, if that takes no copy
 
 std::string text_of(const std::exception_ptr& error) {
   try {
@@ -58,6 +60,11 @@ Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, c
   region.unmap(slots, nullptr);  // those that are mapped still
   return given;
 }
+
+struct Choice {
+  bool copies;
+  std::size_t largest, most;  // bytes: of a chunk, of all
+};
 
 struct Offers {
   std::vector<Slot> plain, with_contents;  // those that are given without a copy, and the others
@@ -200,10 +207,14 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
       const std::vector<Region*> regions = core().regions_of(device);
       const std::size_t wanted = std::min(bytes, kAtOnce);
       std::string why;
-      for (const bool copies : {false, true}) {  // chunks that are given without a copy come first
+      // Chunks that are given without a copy come first. Of small ones more than lack: a program that allocates step by
+      // step would wait in each step.
+      const std::size_t share = std::max<std::size_t>(wanted, device.offered / kPlainShare);
+      for (const auto& [copies, largest, most] :
+           {Choice{false, wanted, share}, Choice{false, kAny, wanted}, Choice{true, kAny, wanted}}) {
         for (Region* region : regions) {
           std::unique_lock lock(core().mutex);
-          if (given >= wanted) break;
+          if (given >= most) break;
           if (region->offered_bytes() == 0 || (spares && spares(*region))) continue;
           if (!region->may_evict()) {
             busy = true;
@@ -213,7 +224,8 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
           lock.unlock();
           std::vector<Slot> offered = region->offered_slots();
           if (!copies) offered = offers_of(*region, region->backup().get(), offered).plain;
-          const Given part = give(*region, enough_of(std::move(offered), wanted - given), nullptr);
+          std::erase_if(offered, [&](const Slot& slot) { return slot.size > largest; });
+          const Given part = give(*region, enough_of(std::move(offered), most - given), nullptr);
           given += part.bytes;
           if (part.error) why = text_of(part.error);
         }

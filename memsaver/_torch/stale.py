@@ -200,10 +200,10 @@ def _unwritten(region: Region, made: _Fill, only_named: bool) -> list[tuple[str,
             sure = made.blocks[block] - (0 if is_exact else _GRANULE)
             for name, address, nbytes in named.get(block, [(f"region {region.tag!r} at {block:#x}", block, sure)]):
                 if nbytes >= _LEAST:
-                    parts.append((name, nbytes))
+                    parts.append((name, nbytes, min(nbytes, _PIECE)))
                     counts.append(_count(region.device, address, nbytes, patterns[(address - block) % 16]))
         found = torch.stack(counts).tolist() if counts else []  # one wait for the device
-    return [(*part, stale) for part, stale in zip(parts, found) if stale]
+    return [(name, nbytes, pieces * piece) for (name, nbytes, piece), pieces in zip(parts, found) if pieces]
 
 
 def _named() -> Iterator[tuple[str, int, int]]:
@@ -227,12 +227,12 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _count(device: str, address: int, nbytes: int, pattern: Tensor) -> Tensor:
-    """The bytes that hold the pattern, in pieces of 64 bytes. A shorter tensor holds it whole or not."""
+    """The pieces of 64 bytes that hold the pattern. A shorter tensor is one piece."""
     memory = bytes_at(device, address, nbytes)
     if nbytes < _PIECE:
-        return (memory == pattern[:nbytes]).all() * nbytes
+        return (memory == pattern[:nbytes]).all().long()
     whole = memory[: nbytes // _PIECE * _PIECE]
     if address % 8 == 0:
         whole, pattern = whole.view(torch.int64), pattern.view(torch.int64)
     counts = [(part.view(-1, pattern.numel()) == pattern).all(1).sum() for part in whole.split(_STEP)]
-    return sum(counts[1:], counts[0]) * _PIECE
+    return sum(counts[1:], counts[0])

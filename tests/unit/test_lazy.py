@@ -173,6 +173,19 @@ def test_contents_that_are_not_kept_are_given_without_a_copy(make: Make) -> None
         del held
 
 
+@pytest.mark.parametrize(("backup", "taken"), [("none", 2), ("host", 1)])
+def test_a_small_demand_takes_a_share_of_what_needs_no_copy(make: Make, backup: str, taken: int) -> None:
+    """A program that allocates step by step does not wait in each step. Large chunks stay."""
+    region, large = make(backup), make(backup)
+    held = blocks(region, [MIB] * 64), blocks(large, [CHUNK])
+    memsaver.pause([region, large], lazy=True)
+    before = region.offered_bytes
+    with Fill(leave=0):
+        one = blocks(make("none"), [MIB])
+        assert (before - region.offered_bytes, large.offered_bytes) == (taken * PAGE, CHUNK)
+    del held, one
+
+
 def test_a_frozen_copy_serves_the_next_pause_after_a_lazy_one(make: Make) -> None:
     region = make("host", frozen=True)
     held = blocks(region, [CHUNK])
