@@ -592,6 +592,14 @@ MUTANTS = [
         ["unit/test_lazy.py::test_a_demand_takes_copied_chunks_first"],
     ),
     Mutant(
+        "an_allocation_is_refused_before_offers_are_taken",
+        "lazy pauses: torch frees its caches while other processes offer memory",
+        "csrc/pool/pool_request.cpp",
+        "(stalled_locked() && !expects_offers_locked())",
+        "(stalled_locked() && (!expects_offers_locked() || MUTANT))",
+        ["integration/test_shared_pool.py::test_offered_chunks_are_taken_before_an_allocation_is_refused"],
+    ),
+    Mutant(
         "a_demand_takes_no_share",
         "lazy pauses: a program that allocates step by step waits for an offer in each step",
         "csrc/regions/eviction.cpp",

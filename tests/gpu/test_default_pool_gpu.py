@@ -246,3 +246,16 @@ def test_memory_that_the_default_pool_caches_goes_to_a_waiting_process() -> None
                 trainer.run(f"again = torch.full(({1400 * MIB},), 4, dtype=torch.uint8, device=DEVICE)")
                 trainer.run(f"assert all(bool((part == 4).all()) for part in again.split({64 * MIB}))")
                 trainer.run("assert torchs.owns(again.data_ptr())")
+
+
+def test_torch_keeps_its_caches_while_another_process_offers_memory() -> None:
+    begin = "from tests.gpu.pool_clients import *; torchs = memsaver.default_pool()"
+    with Running(str(2 * GIB), "--device", "cuda:0") as broker:
+        with Worker(broker, "from tests.gpu.pool_clients import *") as engine, Worker(broker, begin) as trainer:
+            engine.run(f"numbers = Numbers('engine', {1024 * MIB}, 'host'); memsaver.pause(lazy=True)")
+            trainer.run(f"small = [torch.empty({8 * MIB}, dtype=torch.uint8, device=DEVICE) for _ in range(32)]")
+            trainer.run(f"del small; large = torch.full(({1200 * MIB},), 3, dtype=torch.uint8, device=DEVICE)")
+            assert trainer.run("print(torch.cuda.memory_stats()['num_alloc_retries'])") == "0"
+            assert 0 < int(engine.run("print(numbers.region.offered_bytes)")) < 1024 * MIB
+            trainer.run("assert bool((large == 3).all()); del large; memsaver.pause()")
+            engine.run("memsaver.resume(memory_timeout=60); numbers.check()")

@@ -229,6 +229,16 @@ def test_offered_chunks_go_to_a_process_that_lacks_them() -> None:
         two.run("memsaver.resume(memory_timeout=0); held.check(); more.check()")
 
 
+def test_offered_chunks_are_taken_before_an_allocation_is_refused() -> None:
+    """torch would free its caches then. During a capture no other wait is possible."""
+    with Local(128 * MIB) as broker, Worker(broker) as one, Worker(broker) as two:
+        one.run(f"held = hold('a', {96 * MIB}, 'host', 1); memsaver.pause(lazy=True)")
+        two.run(f"with memsaver.capturing(): more = hold('b', {64 * MIB}, 'host', 3)")
+        assert figures(one) == [0, 64, 32]
+        two.run("more.check(); memsaver.pause()")
+        one.run("memsaver.resume(); held.check()")
+
+
 def test_a_resume_that_waits_gets_chunks_that_are_offered_later_and_those_of_the_dead() -> None:
     with Local(128 * MIB) as broker, Worker(broker) as one, Worker(broker) as two:
         one.run(f"held = hold('a', {64 * MIB}, 'host', 1); memsaver.pause(lazy=True)")

@@ -183,6 +183,7 @@ def test_a_small_demand_takes_a_share_of_what_needs_no_copy(make: Make, backup: 
     with Fill(leave=0):
         one = blocks(make("none"), [MIB])
         assert (before - region.offered_bytes, large.offered_bytes) == (taken * PAGE, CHUNK)
+    memsaver.resume([region, large])
     del held, one
 
 
