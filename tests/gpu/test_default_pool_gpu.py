@@ -257,5 +257,7 @@ def test_torch_keeps_its_caches_while_another_process_offers_memory() -> None:
             trainer.run(f"del small; large = torch.full(({1200 * MIB},), 3, dtype=torch.uint8, device=DEVICE)")
             assert trainer.run("print(torch.cuda.memory_stats()['num_alloc_retries'])") == "0"
             assert 0 < int(engine.run("print(numbers.region.offered_bytes)")) < 1024 * MIB
-            trainer.run("assert bool((large == 3).all()); del large; memsaver.pause()")
+            trainer.run(
+                f"assert all(bool((part == 3).all()) for part in large.split({64 * MIB})); del large; memsaver.pause()"
+            )
             engine.run("memsaver.resume(memory_timeout=60); numbers.check()")
