@@ -16,7 +16,7 @@ namespace {
 constexpr auto kLook = std::chrono::milliseconds(2);
 constexpr auto kFreedLooks = std::chrono::milliseconds(5);  // at freed memory, without a request
 constexpr auto kFreedLooksAtMost = std::chrono::milliseconds(40);
-constexpr std::size_t kTold = 512 * kMiB;  // of evicted chunks, between two reports: each waits for the last copy
+constexpr std::size_t kTold = 256 * kMiB;  // of evicted chunks, between two reports: each waits for the last copy
 constexpr auto kWaitWithoutMarks = std::chrono::milliseconds(100);
 
 std::string text_of(std::size_t bytes) {
