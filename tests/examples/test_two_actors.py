@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="its model is one of transformers")
 
 
 def test_two_actors_take_turns_and_learn(tmp_path: Path) -> None:
-    size = (128 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
+    size = (232 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
     done = run_program(
         [sys.executable, "-m", "examples.two_actors", "--steps", "16"],
         cwd=Path(__file__).resolve().parents[2],
