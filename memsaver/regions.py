@@ -392,7 +392,8 @@ class Region:
             raise ValueError(f"shape is {shape!r}, expected sizes of 0 or more")
         self._check_own("be allocated in")
         self._arrive()
-        self._check_fillable(f"take an allocation of shape {sizes}" if math.prod(sizes) else "be allocated in")
+        if self._core.sealed or self.state != "active":
+            self._check_fillable(f"take an allocation of shape {sizes}" if math.prod(sizes) else "be allocated in")
         return adapter().empty(self, sizes, dtype)
 
     def check_active(self, purpose: str) -> None:
