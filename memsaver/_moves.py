@@ -113,14 +113,16 @@ class Move:
             move.begin()
             self._leaving = tags_of(move.pausing)
             self._pausing = leaving = [wrapper(each) for each in move.pausing]
+            resuming = move.resuming
             derived = {each for each in leaving if isinstance(each.backup, Derived) and each.tag not in self._backup}
             kept = ["none" if each in derived else self._backup.get(each.tag, str(each.backup)) for each in leaving]
             self._kept = {each.tag: policy for each, policy in zip(leaving, kept) if policy != "none"}
-            restored = [self._restore.get(each.tag, True) for each in move.resuming]
-            coming = [wrapper(each) for each, wanted in zip(move.resuming, restored) if wanted]
+            restored = [self._restore.get(each.tag, True) for each in resuming]
+            self._restored = [each for each, wanted in zip(resuming, restored) if wanted]
+            coming = [wrapper(each) for each in self._restored]
             self._hold_sources(coming)
             if _stale != "off":
-                every = map(wrapper, move.resuming)
+                every = map(wrapper, resuming)
                 full = {each for each in coming if each._core.keeps_contents}
                 self._blank = [each for each in every if each not in full and not each.written_in_use]
                 if self._blank:
@@ -135,7 +137,6 @@ class Move:
                 move.prepare(kept, live, restored, common)
             finally:
                 common.clear()  # the traceback of an error would keep them
-            self._restored = [each for each, wanted in zip(move.resuming, restored) if wanted]
             if _verify:  # from here on nothing uses the regions
                 live = [_live(each) if each in derived else ranges for each, ranges in zip(leaving, live)]
                 self._record_contents(leaving, live)
