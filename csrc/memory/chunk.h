@@ -88,9 +88,9 @@ struct MemoryWait {
   std::vector<std::pair<int, std::size_t>> holders = {};  // pids and their bytes, as far as the source knows them
 };
 
-// The wait for a chunk: for the source's answer alone; while other processes return memory that they cache; or for
-// memory that others hold. The last two end at the deadline of the demand.
-enum class WaitFor { none, caches, memory };
+// The wait for a chunk: for the source's answer alone; while other processes offer chunks (lazy pauses); also while
+// they return memory that they cache; or for memory that others hold. The last two end at the deadline of the demand.
+enum class WaitFor { none, offers, caches, memory };
 
 // An open demand at a source, which gives chunks one after the other. The destructor ends the demand. Chunks that
 // return to the source earlier may be given to it again.

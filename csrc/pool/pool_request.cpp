@@ -58,8 +58,9 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, WaitFor wait) {
       return pool_.import(*grant);
     }
     if (refused_) throw ChunkNeverAvailable("ask", "more than the shared pool has in all");
-    const bool ends = (stalled_locked() && !expects_offers_locked()) || complete_locked() || waiting_is_over;
-    if (number_ == 0 || (wait == WaitFor::none && ends))
+    const bool expects_offers = wait == WaitFor::offers && expects_offers_locked();
+    const bool ends = (stalled_locked() && !expects_offers) || waiting_is_over;
+    if (number_ == 0 || (wait <= WaitFor::offers && ends) || (wait == WaitFor::none && complete_locked()))
       throw ChunkUnavailable("ask", "the shared pool has granted no such chunk");
     if (wait != WaitFor::none && !expects_locked(limit)) {
       // All granted chunks, and all that are to come, may be too large for this place.

@@ -67,7 +67,8 @@ Address Region::take_addresses(std::size_t size) {
 std::vector<Chunk> Region::take(const Needs& needs, Deadline deadline, WaitFor wait) {
   const Waiting counted(device.waiting_allocations, wait != WaitFor::none);
   std::vector<Chunk> chunks;  // outlives the demand, which would get the chunks again that return while it is open
-  const auto request = device.source().ask(needs, deadline, kNever);
+  const Deadline whole = wait == WaitFor::offers ? now() + kShortageWait : kNever;
+  const auto request = device.source().ask(needs, deadline, whole);
   for (const Need& each : needs)
     for (std::size_t left = each.bytes; left > 0; left -= chunks.back().size()) {
       const std::size_t limit = std::min(each.limit, left);
@@ -98,7 +99,8 @@ void Region::find_more(std::size_t wanted, std::size_t needed, Deadline shortage
   } else if (wait == WaitFor::none && device.pooled && now() < shortage) {
     wait = WaitFor::caches;
   } else {
-    const std::chrono::duration<double> waited = wait != WaitFor::none ? now() - began : Clock::duration::zero();
+    const bool has_waited = wait != WaitFor::none || now() - began >= kOneLook;  // or for offers
+    const std::chrono::duration<double> waited = has_waited ? now() - began : Clock::duration::zero();
     throw device.out_of_memory(wanted, 0, waited.count());
   }
 }
@@ -106,7 +108,7 @@ void Region::find_more(std::size_t wanted, std::size_t needed, Deadline shortage
 template <typename NeedsOf, typename Use>
 void Region::with_chunks(std::size_t wanted, Deadline shortage, Deadline memory, NeedsOf needs_of, Use use) {
   const Deadline began = now();
-  WaitFor wait = WaitFor::none;
+  WaitFor wait = WaitFor::offers;
   int tries = 0;
   for (bool snug = false;;) {
     const std::uint64_t seen = device.resting.given_back();
@@ -121,6 +123,7 @@ void Region::with_chunks(std::size_t wanted, Deadline shortage, Deadline memory,
     } catch (const ChunkUnavailable&) {
       // The exact layout may need less memory.
     }
+    if (wait == WaitFor::offers) wait = WaitFor::none;
     if (std::exchange(snug, true) || bytes_of(needs_of(true)) == bytes_of(needs))
       find_more(wanted, bytes_of(needs_of(true)), shortage, memory, began, seen, wait);
   }

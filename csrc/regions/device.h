@@ -60,7 +60,7 @@ struct Device {
   }
   // The source of new chunks. Chunks of the other source return to it.
   ChunkSource& source() { return pooled ? static_cast<ChunkSource&>(*shared) : retained; }
-  // The end of an allocation's wait for freed memory. A capture allows no wait.
+  // The end of an allocation's wait for freed memory. A capture allows none but that for offered chunks.
   Deadline shortage_deadline() const { return parts.gate.capturing() ? now() : now() + kShortageWait; }
   // The end of an allocation's wait for memory that others hold.
   Deadline memory_deadline() const { return parts.gate.capturing() ? now() : deadline_in(parts.memory_timeout_s); }

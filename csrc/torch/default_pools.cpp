@@ -12,8 +12,8 @@ namespace {
 constexpr auto kGetter = "_ZN3c104cuda9DriverAPI3getEv";  // c10::cuda::DriverAPI::get()
 constexpr Handle kMark = Handle{0x6d73} << 48;            // of the numbers given out here: above any address
 
-// The allocation of this thread that was refused memory. Torch frees its cached blocks and tries again: only then other
-// processes are asked for theirs, up to one deadline for all pieces of the allocation.
+// The allocation of this thread that was refused memory. Torch frees its cached blocks and tries again: only then it
+// waits until other processes have returned theirs, up to one deadline for all pieces of the allocation.
 struct Refusal {
   const Device* device = nullptr;  // null: none was refused
   std::optional<Deadline> until;
