@@ -65,14 +65,20 @@ Address Region::take_addresses(std::size_t size) {
 
 // All chunks of a demand, or none.
 std::vector<Chunk> Region::take(const Needs& needs, Deadline deadline, WaitFor wait) {
-  const Waiting counted(device.waiting_allocations, wait != WaitFor::none);
+  const Waiting counted(device.waiting_allocations, wait > WaitFor::offers);
   std::vector<Chunk> chunks;  // outlives the demand, which would get the chunks again that return while it is open
   const Deadline whole = wait == WaitFor::offers ? now() + kShortageWait : kNever;
   const auto request = device.source().ask(needs, deadline, whole);
   for (const Need& each : needs)
     for (std::size_t left = each.bytes; left > 0; left -= chunks.back().size()) {
-      const std::size_t limit = std::min(each.limit, left);
-      chunks.push_back(request->next(each.fresh == 0 ? limit : chunk_class(limit), each.fresh, wait));
+      const std::size_t limit = std::min(each.limit, left), size = each.fresh == 0 ? limit : chunk_class(limit);
+      try {
+        chunks.push_back(request->next(size, each.fresh, wait == WaitFor::offers ? WaitFor::none : wait));
+      } catch (const ChunkUnavailable&) {
+        if (wait != WaitFor::offers || !device.pooled) throw;
+        const Waiting waits(device.waiting_allocations, true);
+        chunks.push_back(request->next(size, each.fresh, wait));
+      }
     }
   return chunks;
 }
