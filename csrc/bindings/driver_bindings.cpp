@@ -85,7 +85,11 @@ void bind_driver(nb::module_& module) {
   module.def(
       "settle",  // frees the memory of freed segments. The caller guarantees that their work has ended
       [] {
-        for (Device* each : core().all_devices()) each->resting.reap(each->resting.frees());
+        for (Device* each : core().all_devices()) {
+          Resting& resting = each->resting;
+          // The second returns when a sweep that another thread began has ended.
+          while (resting.reap(resting.frees()) || resting.reclaim(now(), resting.given_back())) continue;
+        }
       },
       unlocked);
   module.def(
