@@ -560,14 +560,6 @@ MUTANTS = [
         ["unit/test_lazy.py::test_a_close_waits_for_a_copy_ahead"],
     ),
     Mutant(
-        "a_demand_waits_for_all_copies_ahead",
-        "lazy pauses: a demand takes a copy ahead for memory that comes back, and waits for its end",
-        "csrc/regions/eviction.cpp",
-        "const Evicting mark(*region, false);",
-        "const Evicting mark(*region, MUTANT);",
-        ["unit/test_lazy.py::test_copies_ahead_stop_for_a_demand"],
-    ),
-    Mutant(
         "a_pause_does_not_count_offered_contents",
         "lazy pauses: a pause that is not lazy reports no bytes of an earlier, lazy one",
         "csrc/transitions/transition.cpp",

@@ -117,18 +117,14 @@ Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
 // The mark of an eviction, or of a copy ahead of one, which gives no chunks. Core::mutex is held at the construction.
 class Evicting {
  public:
-  explicit Evicting(Region& region, bool gives = true)
-      : region_(region), before_(region.offered_bytes()), gives_(gives) {
-    region.begin_eviction(gives);
-  }
-  ~Evicting() { region_.end_eviction(before_, gives_); }
+  explicit Evicting(Region& region) : region_(region), before_(region.offered_bytes()) { region.begin_eviction(); }
+  ~Evicting() { region_.end_eviction(before_); }
   Evicting(const Evicting&) = delete;
   Evicting& operator=(const Evicting&) = delete;
 
  private:
   Region& region_;
   const std::size_t before_;  // offered bytes
-  const bool gives_;
 };
 
 }  // namespace
@@ -138,14 +134,13 @@ bool Region::may_evict() const {
   return state_ == State::paused || (state_ == State::resuming && !claimed_);
 }
 
-void Region::begin_eviction(bool gives) {
+void Region::begin_eviction() {
   std::lock_guard lock(device.mutex);
   evicting_ = true;
   ++device.evicting;
-  if (gives) device.resting.sweep_begins();  // for demands that look meanwhile
 }
 
-void Region::end_eviction(std::size_t offered_before, bool gives) {
+void Region::end_eviction(std::size_t offered_before) {
   {
     std::lock_guard lock(core().mutex);
     {
@@ -156,10 +151,9 @@ void Region::end_eviction(std::size_t offered_before, bool gives) {
     core().changed.notify_all();
   }
   sweep_offered();
-  const bool gave = offered_bytes() < offered_before;  // also chunks whose tensors were freed meanwhile
-  if (!gives && gave) device.resting.sweep_begins();
-  // A demand that saw memory come back would try again for ever, if copies are impossible.
-  if (gives || gave) device.resting.sweep_ended(gave);
+  // Also chunks whose tensors were freed meanwhile. If copies are impossible, a demand that saw memory come back would try
+  // again for ever.
+  if (offered_bytes() < offered_before) device.resting.returned();
   --device.evicting;
 }
 
@@ -255,7 +249,7 @@ Evicted copy_ahead(Device& device) {
       result = Evicted::busy;
       continue;
     }
-    const Evicting mark(*region, false);
+    const Evicting mark(*region);
     lock.unlock();
     const std::shared_ptr<Backup> backup = region->backup();
     std::vector<Slot> chosen;

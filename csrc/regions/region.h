@@ -90,8 +90,8 @@ class Region : public RegionOptions {
   // region is paused, or while its resume waits for memory and has not claimed the offered chunks. Core::mutex is held.
   bool may_evict() const;
   bool evicting() const { return evicting_; }
-  void begin_eviction(bool gives);
-  void end_eviction(std::size_t offered_before, bool gives);  // without the lock
+  void begin_eviction();
+  void end_eviction(std::size_t offered_before);  // without the lock
   void claim(bool claimed) { claimed_ = claimed; }
   // Whether offered contents are copied ahead of a demand: see copy_ahead() in eviction.h.
   bool copies_ahead() const { return copies_ahead_; }

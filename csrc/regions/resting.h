@@ -48,10 +48,11 @@ class Resting {
   bool has_no_marks() const { return has_no_marks_; }
   // Called around the return of chunks that may have become empty.
   void sweep_begins() { ++sweeps_; }
-  void sweep_ended(bool gave = true) {
-    if (gave) ++given_back_;
+  void sweep_ended() {
+    returned();
     --sweeps_;
   }
+  void returned() { ++given_back_; }  // memory, without a sweep
 
  private:
   struct Rest {
@@ -64,7 +65,7 @@ class Resting {
   Driver& driver_;
   CaptureGate& gate_;
   std::mutex& mutex_;
-  std::atomic<std::uint64_t> given_back_ = 0;  // sweeps that have ended, and have returned memory
+  std::atomic<std::uint64_t> given_back_ = 0;  // returns of memory: ended sweeps and evictions
   std::atomic<std::size_t> sweeps_ = 0;        // pending or under way
   std::atomic<bool> has_no_marks_ = false;     // true on drivers before CUDA 12.5
   // All guarded by `mutex_`.
