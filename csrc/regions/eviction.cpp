@@ -151,8 +151,8 @@ void Region::end_eviction(std::size_t offered_before) {
     core().changed.notify_all();
   }
   sweep_offered();
-  // Also chunks whose tensors were freed meanwhile. If copies are impossible, a demand that saw memory come back would try
-  // again for ever.
+  // Also chunks whose tensors were freed meanwhile. If copies are impossible, a demand that saw memory come back would
+  // try again for ever.
   if (offered_bytes() < offered_before) device.resting.returned();
   --device.evicting;
 }
