@@ -873,14 +873,6 @@ REWRITES = [
         ["unit/test_trace.py::test_processes_can_share_a_file_and_a_broker_that_a_client_starts_writes_too"],
     ),
     Rewrite(
-        "long_transitions_wait_for_the_thread",
-        "trace: the last transition of a process that is killed is missing",
-        "memsaver/trace/writer.py",
-        "now=record.seconds >= _LONG_S",
-        "now=False",
-        ["unit/test_trace.py::test_a_long_transition_is_written_before_its_call_returns"],
-    ),
-    Rewrite(
         "torn_lines_end_the_merge",
         "trace: a line that the end of a process has cut makes the file unreadable",
         "memsaver/trace/files.py",
