@@ -58,7 +58,7 @@ class Fuzzer:
         """Sends one packet, reads the answers, and checks the chunks that no other client may have."""
         kind = self.draw.choice(_KINDS)
         message = Message(kind, self._words(kind), self._text() if kind in protocol._WITH_TEXT else "")
-        count = 2 if kind == "sentinel" else 0
+        count = 1 if kind == "sentinel" else 0
         files = [self._file() for _ in range(count if self.is_likely() else self.draw.choice([0, 1, 3, 253]))]
         packet = message.encode()
         if not self.is_likely():

@@ -177,7 +177,7 @@ REWRITES = [
         "memsaver/broker/monitor.py",
         "for pid in procfs.inheritors(child):",
         "for pid in ():",
-        ["unit/test_monitor.py::test_a_child_of_a_named_child_is_found"],
+        ["unit/test_monitor.py::test_children_without_the_sentinel_and_their_children_are_found"],
     ),
     Rewrite(
         "exiting_processes_are_not_looked_for",

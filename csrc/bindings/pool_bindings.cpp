@@ -55,13 +55,7 @@ void bind_pool(nb::module_& module) {
   module.def(
       "pool_waits",  // [(bytes, seconds)], [(pid, bytes, unused bytes or None, why)]
       [](const std::string& device) { return pool_of(device).waits(); }, unlocked, "device"_a);
-  module.def("open_sentinel", &open_sentinel);
-  module.def("exit_descriptors", [] {  // the caller closes them
-    std::vector<int> files;
-    for (File& file : exit_descriptors()) files.push_back(file.keep());
-    return files;
-  });
-  module.def("add_children", &add_children, "pidfds"_a);
+  module.def("sentinel", [] { return sentinel().keep(); });  // the caller closes it
   module.def(
       "under_mps",
       [](const std::string& device) {

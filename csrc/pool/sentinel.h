@@ -5,22 +5,16 @@
 // when the child has closed the descriptors or has exited). So each client has a sentinel: a pipe whose write end it
 // holds until its exit, and which its forked children inherit together with the driver's descriptors. The broker has
 // the read end: it hangs up when the last of these processes has closed the write end. Both kinds of descriptors are
-// closed by exec, so a program that a client starts delays nothing. Children that were forked before the sentinel was
-// opened are watched by pidfd.
+// closed by exec, so a program that a client starts delays nothing. The broker looks for children that were forked before
+// the sentinel was opened, when it gets the read end.
 #pragma once
-
-#include <vector>
 
 #include "base/files.h"
 
 namespace memsaver {
 
-// Opens the sentinel, once in a process. Throws DriverError if there is no free descriptor.
-void open_sentinel();
-// Adds children that have descriptors of the driver and not the sentinel. Owns these pidfds.
-void add_children(const std::vector<int>& pidfds);
-// Copies of the sentinel's read end and of the pidfds of those children that run, for a `sentinel` message. Throws
-// DriverError.
-std::vector<File> exit_descriptors();
+// A copy of the read end of this process's sentinel. The first call opens the pipe. Throws DriverError if there is no
+// free descriptor.
+File sentinel();
 
 }  // namespace memsaver

@@ -26,16 +26,6 @@ std::map<std::size_t, std::size_t> parts_of(const std::vector<std::uint64_t>& wo
   return parts;
 }
 
-void send_sentinel(Link& link) {
-  std::vector<File> files = exit_descriptors();
-  for (std::size_t at = 0; at < files.size(); at += wire::kMostDescriptors) {
-    const std::size_t end = std::min(files.size(), at + wire::kMostDescriptors);
-    Message message = message_of(Kind::sentinel, {});
-    for (std::size_t i = at; i < end; ++i) message.descriptors.push_back(std::move(files[i]));
-    link.send(std::move(message));
-  }
-}
-
 }  // namespace
 
 // Checks the socket as well: the thread may not have read the end of the connection yet, and a caller that joins the
@@ -70,7 +60,9 @@ std::unique_ptr<Link> SharedPool::connect(const std::string& path, bool* accepte
 // Sends the chunks of this process to a broker that may be a new one. A chunk that is returned before the lock is taken
 // goes to the driver, and one that is returned after it to this broker.
 void SharedPool::restore_state(std::unique_ptr<Link> connected) {
-  send_sentinel(*connected);
+  Message message = message_of(Kind::sentinel, {});
+  message.descriptors.push_back(sentinel());
+  connected->send(std::move(message));
   std::lock_guard lock(mutex_);
   send_inventory_locked(*connected);
   if (offers_ > 0) connected->send(message_of(Kind::offers, {offers_}));

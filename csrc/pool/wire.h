@@ -13,10 +13,8 @@
 //   hello     version, client, pid                 text: the device's uuid for a broker, else empty. `client`: a random
 //                                                  number, the same for the life of the process; `pid`: in the client's
 //                                                  own pid namespace -> welcome
-//   sentinel  + descriptors                        after welcome, before each message about memory: the read end of the
-//                                                  process's sentinel (csrc/pool/sentinel.h), and a pidfd of each child
-//                                                  that may have the driver's descriptors without the sentinel. Sent
-//                                                  several times if one packet cannot hold them
+//   sentinel  + descriptor                         after welcome, before each message about memory: the read end of the
+//                                                  process's sentinel (csrc/pool/sentinel.h)
 //   client -> broker
 //   inventory {chunk, size}...                     after welcome, before each other message about memory: the chunks in
 //                                                  use, also those of an earlier broker. Ends with a packet of fewer
@@ -101,7 +99,7 @@
 
 namespace memsaver::wire {
 
-constexpr std::uint64_t kVersion = 14;
+constexpr std::uint64_t kVersion = 15;
 constexpr std::uint64_t kUnknown = ~std::uint64_t{0};         // bytes that are not known
 constexpr std::size_t kLongestPacket = std::size_t{1} << 16;  // bytes
 constexpr std::size_t kMostDescriptors = 250;                 // in one packet; the kernel allows 253

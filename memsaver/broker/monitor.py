@@ -3,9 +3,9 @@
 A process has *exited* when its pidfd is readable. It is *torn down* when, in addition, its sentinels have hung up, the
 processes that may have its descriptors have exited, and the driver no longer lists it. csrc/pool/sentinel.h has the
 reasons.
-The processes that may have its descriptors are the children that it reported, their descendants, those that a scan
-after its exit finds with a sentinel, and those that are exiting when its sentinels have hung up: an exiting process may
-close a sentinel before the driver's descriptors.
+The processes that may have its descriptors are the children that it had before its sentinel, their descendants, those
+that a scan after its exit finds with a sentinel, and those that are exiting when its sentinels have hung up: an exiting
+process may close a sentinel before the driver's descriptors.
 """
 
 from __future__ import annotations
@@ -85,23 +85,37 @@ class ProcessMonitor:
             self._selector.unregister(process.file)
             self._forget(process)
 
-    def add_descriptors(self, process: Process, files: list[int]) -> None:
-        """Takes the descriptors of a ``sentinel`` message out of a list.
+    def add_sentinel(self, process: Process, files: list[int]) -> None:
+        """Takes the descriptor of a ``sentinel`` message out of a list. Finds the children that were forked before.
 
-        Raises MalformedError for other descriptors, and RefusedError if one cannot be examined.
+        Raises MalformedError for another descriptor, and RefusedError if the children cannot be watched.
         """
-        while files:
-            status = os.fstat(files[0])
-            if stat.S_ISFIFO(status.st_mode) and fcntl.fcntl(files[0], fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-                self._add_sentinel(process, status.st_ino, files)
-                continue
-            try:
-                pid = procfs.pid_of(files[0])
-            except OSError as error:
-                raise RefusedError(f"a descriptor cannot be examined: {error.strerror}", "exhausted") from None
-            if pid is None:
-                raise MalformedError("a descriptor is neither the read end of a pipe nor a pidfd")
-            self._add_child(process, pid, files.pop(0))
+        status = os.fstat(files[0])
+        if not stat.S_ISFIFO(status.st_mode) or fcntl.fcntl(files[0], fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
+            raise MalformedError("a descriptor is not the read end of a pipe")
+        process.has_sentinel = True
+        inode = status.st_ino
+        if inode in process.sentinels:
+            return
+        if len(process.sentinels) >= _MOST_SENTINELS:
+            raise MalformedError(f"process {process.pid} has sent {_MOST_SENTINELS} other sentinels")
+        try:
+            for pid in procfs.inheritors(process.pid):
+                self._add_found(process, pid)
+        except OSError as error:
+            text = f"the children of process {process.pid} cannot be watched: {error.strerror}"
+            raise RefusedError(text, "exhausted") from None
+        process.sentinels[inode] = file = files.pop(0)
+        os.set_blocking(file, False)
+
+        def ready(_: int) -> None:
+            if process.sentinels.get(inode) != file:
+                return  # closed earlier in this turn
+            with contextlib.suppress(BlockingIOError):
+                if not os.read(file, 1 << 16):  # no process has the write end
+                    self._unregister(process.sentinels.pop(inode))
+
+        self._selector.register(file, selectors.EVENT_READ, ready)
 
     def take_exited(self) -> list[Process]:
         """The processes that have exited since the last call. Their kernels may still run."""
@@ -141,7 +155,7 @@ class ProcessMonitor:
 
     def keepers_of(self, process: Process) -> list[int]:
         """Known processes that run and may hold descriptors of an exited process."""
-        return sorted({pid for pid in process.children.values() if pid > 0}) if process.has_exited else []
+        return sorted(process.children.values()) if process.has_exited else []
 
     def close(self) -> None:
         """Closes all descriptors."""
@@ -172,30 +186,10 @@ class ProcessMonitor:
         process.was_listed = process.pid in self._compute_pids() and not procfs.is_alive(process.pid)
         return process.was_listed
 
-    def _add_sentinel(self, process: Process, inode: int, files: list[int]) -> None:
-        process.has_sentinel = True
-        if inode in process.sentinels:
-            os.close(files.pop(0))
-            return
-        if len(process.sentinels) >= _MOST_SENTINELS:
-            raise MalformedError(f"process {process.pid} has sent {_MOST_SENTINELS} other sentinels")
-        file = files.pop(0)
-        os.set_blocking(file, False)
-        process.sentinels[inode] = file
-
-        def ready(_: int) -> None:
-            if process.sentinels.get(inode) != file:
-                return  # closed earlier in this turn
-            with contextlib.suppress(BlockingIOError):
-                if not os.read(file, 1 << 16):  # no process has the write end
-                    self._unregister(process.sentinels.pop(inode))
-
-        self._selector.register(file, selectors.EVENT_READ, ready)
-
     def _add_child(self, process: Process, pid: int, file: int) -> None:
         """Takes the pidfd of a process that may have descriptors of another one."""
         is_known = any(number == pid and not procfs.has_exited(known) for known, number in process.children.items())
-        if pid == -1 or pid == process.pid or is_known or procfs.has_exited(file):
+        if pid == process.pid or is_known or procfs.has_exited(file):
             os.close(file)
             return
         process.children[file] = pid

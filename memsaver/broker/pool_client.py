@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 
 from memsaver import _core
@@ -18,7 +16,6 @@ POOLS: tuple[str, ...] = ("process", "shared")
 _lock = threading.RLock()
 _shared = False
 _capacity: int | None = None
-_has_sentinel = False
 
 
 def set_pool(pool: str) -> None:
@@ -65,7 +62,6 @@ def connect(device: str) -> None:
     with _lock:
         if _core.under_mps(device):
             raise daemon.mps_error(device)
-        open_sentinel()
         queries.start()
         if not _core.connected(device):
             uuid = _core.device_uuid(device)
@@ -77,30 +73,3 @@ def connect(device: str) -> None:
                     raise
                 # The broker was shutting down.
                 _core.connect(device, str(daemon.ensure(uuid, device, _capacity)))
-
-
-def open_sentinel() -> None:
-    """Opens the sentinel, if it is not open: others detect by it that this process and its forked children have exited.
-
-    See csrc/pool/sentinel.h. Children that are forked from now on inherit it. Earlier children that may have inherited
-    descriptors of the driver are passed to brokers by their pidfds. Raises BrokerError.
-    """
-    global _has_sentinel
-    from memsaver.broker import procfs
-
-    with _lock:
-        if _has_sentinel:
-            return
-        _core.open_sentinel()
-        files: list[int] = []
-        try:
-            for pid in procfs.inheritors(os.getpid()):
-                with contextlib.suppress(ProcessLookupError):
-                    files.append(os.pidfd_open(pid))
-        except OSError as error:
-            for file in files:
-                os.close(file)
-            text = f"the children of process {os.getpid()} cannot be watched: {error.strerror}"
-            raise BrokerError(text, path="") from None
-        _core.add_children(files)
-        _has_sentinel = True

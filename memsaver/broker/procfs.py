@@ -42,13 +42,6 @@ def has_exited(pidfd: int) -> bool:
     return bool(poll.poll(0))
 
 
-def pid_of(file: int) -> int | None:
-    """The pid of a pidfd: -1 if the process was reaped, 0 if it is in another pid namespace. None: not a pidfd."""
-    with open(f"/proc/self/fdinfo/{file}") as info:
-        found = re.search(r"^Pid:\s*(-?\d+)$", info.read(), re.MULTILINE)
-    return int(found[1]) if found else None
-
-
 @dataclass(frozen=True)
 class Status:
     """A line of /proc/PID/stat. Processes that have the same pid one after the other differ in ``start``."""

@@ -272,9 +272,9 @@ class Server:
         if message.kind != "sentinel":
             self._service.handle(connection, message)
             return
-        self.monitor.add_descriptors(connection.process, message.files)
-        if not connection.process.has_sentinel:
-            raise MalformedError("'sentinel' has no read end of a pipe")
+        if len(message.files) != 1:
+            raise MalformedError(f"'sentinel' has {len(message.files)} descriptors, expected one")
+        self.monitor.add_sentinel(connection.process, message.files)
 
     def _greet(self, connection: Connection, message: Message) -> None:
         if message.kind != "hello" or not message.words:

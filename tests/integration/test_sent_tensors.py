@@ -604,7 +604,7 @@ def test_strangers_do_not_disturb_the_owner(broker: Running, owner: Worker, othe
     hand_over(owner, other, "weights")
     address, claim = owner.run("print(patches._sender.address(), *patches._sender.claims)").split()
     with Worker(broker, "from memsaver.broker import caller", MEMSAVER_POOL="process") as third:
-        third.run(f"_core.open_sentinel(); files = _core.exit_descriptors(); address = chr(0) + {address!r}")
+        third.run(f"files = [_core.sentinel()]; address = chr(0) + {address!r}")
         for message in ("'usage', 1", "'chunks', 1, 5, 0", "'receive', 1, 2, 3", f"'release', {claim}"):
             third.run("stranger = caller.Caller(address, '', 10.0); stranger.tell('sentinel', files=files)")
             third.run(f"stranger.tell({message})")

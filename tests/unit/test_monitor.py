@@ -15,7 +15,7 @@ import pytest
 
 from memsaver.broker import monitor, procfs
 from memsaver.broker.monitor import Process, ProcessMonitor
-from memsaver.broker.protocol import MalformedError
+from memsaver.broker.protocol import MalformedError, RefusedError
 from tests.support import end_main_thread
 
 
@@ -59,11 +59,11 @@ class World:
         self.children.append(child)
         return child
 
-    def client(self, *files: int) -> tuple[Process, int]:
+    def client(self) -> tuple[Process, int]:
         """A watched child with a sentinel, and the write end of that, which this process has as well."""
         read, write = os.pipe()
         process = self.monitor.watch(self.fork())
-        self.monitor.add_descriptors(process, [read, *files])
+        self.monitor.add_sentinel(process, [read])
         return process, write
 
     def kill(self, pid: int, waits: bool = True) -> None:
@@ -110,7 +110,7 @@ def test_a_closed_sentinel_does_not_mean_an_exit(world: World) -> None:
     """As after an exec, which closes it."""
     read, write = os.pipe()
     process = world.monitor.watch(world.fork(lambda: os.close(write)))
-    world.monitor.add_descriptors(process, [read])
+    world.monitor.add_sentinel(process, [read])
     os.close(write)
     world.turn(lambda: not process.sentinels)
     assert world.said == [] and process.has_sentinel
@@ -310,12 +310,16 @@ def test_a_pid_that_the_driver_lists_later_is_another_process(world: World, monk
     world.turn(lambda: len(world.said) == 4)
 
 
-def test_a_child_of_a_named_child_is_found(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was forked after the client had named its children, and has no sentinel."""
+def test_children_without_the_sentinel_and_their_children_are_found(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     child, grandchild = world.fork(), world.fork()
-    heirs = {child: [grandchild]}
-    monkeypatch.setattr(procfs, "inheritors", lambda pid: heirs.get(pid, []))
-    process, write = world.client(os.pidfd_open(child))
+    monkeypatch.setattr(procfs, "inheritors", lambda pid: {process.pid: [child]}.get(pid, []))
+    process = world.monitor.watch(world.fork())
+    read, write = os.pipe()
+    world.monitor.add_sentinel(process, [read])
+    assert list(process.children.values()) == [child]
+    monkeypatch.setattr(procfs, "inheritors", lambda pid: {child: [grandchild]}.get(pid, []))  # forked meanwhile
     os.close(write)
     world.kill(process.pid)
     world.turn(lambda: world.said)
@@ -341,9 +345,21 @@ def test_a_reused_pid_is_watched_as_a_new_process(world: World) -> None:
 def test_invalid_descriptors_of_a_process_are_malformed(world: World) -> None:
     process, write = world.client()
     file = os.open("/dev/null", os.O_RDONLY)
-    with pytest.raises(MalformedError, match="neither"):
-        world.monitor.add_descriptors(process, [file])
-    with pytest.raises(MalformedError, match="neither"):
-        world.monitor.add_descriptors(process, [write])  # which the broker would hold itself
-    os.close(file)
+    for wrong in (file, write):  # the broker would hold the write end itself
+        with pytest.raises(MalformedError, match="not the read end of a pipe"):
+            world.monitor.add_sentinel(process, [wrong])
+        os.close(wrong)
+
+
+def test_children_that_cannot_be_watched_refuse_a_client(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> list[int]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(procfs, "inheritors", exhausted)
+    process = world.monitor.watch(world.fork())
+    read, write = os.pipe()
+    with pytest.raises(RefusedError, match=f"children of process {process.pid} cannot be watched: too many") as caught:
+        world.monitor.add_sentinel(process, files := [read])
+    assert caught.value.code == "exhausted"
     os.close(write)
+    os.close(files[0])

@@ -106,15 +106,6 @@ def test_descendants_forked_with_driver_descriptors_are_inheritors(driver_file: 
     os.close(tell)
 
 
-def test_pid_of_reads_the_process_of_a_pidfd(driver_file: int) -> None:
-    with forked() as child:
-        file = os.pidfd_open(child)
-        assert (procfs.pid_of(file), procfs.has_exited(file), procfs.is_alive(child)) == (child, False, True)
-    assert (procfs.pid_of(file), procfs.has_exited(file), procfs.is_alive(child)) == (-1, True, False)
-    os.close(file)
-    assert procfs.pid_of(driver_file) is None
-
-
 def test_a_process_that_exits_shows_no_descriptors_and_is_found() -> None:
     """Its main thread has ended, as that of a process that is being torn down, and another thread has not."""
     read, write = os.pipe()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import queue
 import secrets
 import threading
@@ -18,9 +19,8 @@ from memsaver import _core, errors
 from memsaver._results import daemon
 from memsaver._torch.ipc.handle import Place
 from memsaver._torch.pools import keep_forever
-from memsaver.broker import pool_client
 from memsaver.broker.caller import Caller
-from memsaver.broker.protocol import MOST_DESCRIPTORS, Message, RefusedError
+from memsaver.broker.protocol import RefusedError
 from memsaver.errors import Error, ReceiveError
 
 log = logging.getLogger("memsaver")
@@ -100,14 +100,12 @@ class Owner:
             self._caller.close()
 
     def _connected(self) -> Caller:
-        pool_client.open_sentinel()
         caller = Caller(f"\0{self._address}", "", ANSWER_S)
-        message = Message("sentinel", files=_core.exit_descriptors())
+        sentinel = _core.sentinel()
         try:
-            for at in range(0, len(message.files), MOST_DESCRIPTORS):
-                caller.tell("sentinel", files=message.files[at : at + MOST_DESCRIPTORS])
+            caller.tell("sentinel", files=[sentinel])
         finally:
-            message.close()
+            os.close(sentinel)
         return caller
 
     def _error(self, error: RefusedError) -> Error:

@@ -20,7 +20,7 @@ from memsaver import _core
 from memsaver._results import daemon
 from memsaver._torch.ipc.sent import Sent, SentStorages
 from memsaver._torch.pools import keep_forever
-from memsaver.broker import pool_client, protocol
+from memsaver.broker import protocol
 from memsaver.broker.monitor import Process
 from memsaver.broker.protocol import MalformedError, Message
 from memsaver.broker.server import Connection, Server
@@ -58,7 +58,6 @@ class Sender:
         """The name of the socket. The first call starts the service."""
         with self._lock:
             if self.thread is None:
-                pool_client.open_sentinel()
                 address = f"memsaver-{os.getuid()}-{os.getpid()}-{secrets.token_hex(8)}"
                 listener = protocol.new_socket()
                 listener.bind(f"\0{address}")  # in the system's abstract namespace, which leaves no file behind
