@@ -48,9 +48,8 @@ class Fuzzer:
         self.number = self.draw.choice(list(self.secret))
         self.secret[self.number] = {}  # its inventory has none of them
         if self.is_likely():
-            self._send(Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem))
-        if self.is_likely():
-            self._send(Message("sentinel"), [self.sentinel])
+            files = [self.sentinel] if self.is_likely() else []
+            self._send(Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem), files)
         if self.is_likely():
             self._send(Message("inventory"))
 
@@ -58,7 +57,7 @@ class Fuzzer:
         """Sends one packet, reads the answers, and checks the chunks that no other client may have."""
         kind = self.draw.choice(_KINDS)
         message = Message(kind, self._words(kind), self._text() if kind in protocol._WITH_TEXT else "")
-        count = 1 if kind == "sentinel" else 0
+        count = 1 if kind == "hello" else 0
         files = [self._file() for _ in range(count if self.is_likely() else self.draw.choice([0, 1, 3, 253]))]
         packet = message.encode()
         if not self.is_likely():

@@ -54,10 +54,9 @@ class Client:
         self.channel = discovery.connect(self.path)
         self.channel.settimeout(PATIENCE_S)
         self.files: dict[int, int] = {}  # of chunks that it was lent
-        self.say_raw(Message("hello", (protocol.VERSION, self.number, os.getpid()), self.path.stem).encode())
+        files = (sentinel(),) if proves else ()
+        self.say("hello", protocol.VERSION, self.number, os.getpid(), text=self.path.stem, files=files)
         self.capacity = self.hear("welcome").words[1]
-        if proves:
-            self.say("sentinel", files=(sentinel(),))
         if bring:
             self.say("inventory")
 

@@ -5,8 +5,8 @@
 // when the child has closed the descriptors or has exited). So each client has a sentinel: a pipe whose write end it
 // holds until its exit, and which its forked children inherit together with the driver's descriptors. The broker has
 // the read end: it hangs up when the last of these processes has closed the write end. Both kinds of descriptors are
-// closed by exec, so a program that a client starts delays nothing. The broker looks for children that were forked before
-// the sentinel was opened, when it gets the read end.
+// closed by exec, so a program that a client starts delays nothing. The broker looks for children that were forked
+// before the sentinel was opened, when it gets the read end.
 #pragma once
 
 #include "base/files.h"

@@ -52,7 +52,9 @@ std::unique_ptr<Link> SharedPool::connect(const std::string& path, bool* accepte
   auto link = std::make_unique<Link>(path);
   if (accepted != nullptr) *accepted = true;
   const auto pid = static_cast<std::uint64_t>(::getpid());
-  link->send(message_of(Kind::hello, {wire::kVersion, client_, pid}, driver_.uuid()));
+  Message hello = message_of(Kind::hello, {wire::kVersion, client_, pid}, driver_.uuid());
+  hello.descriptors.push_back(sentinel());
+  link->send(std::move(hello));
   link->expect(Kind::welcome, kAnswerTimeout);
   return link;
 }
@@ -60,9 +62,6 @@ std::unique_ptr<Link> SharedPool::connect(const std::string& path, bool* accepte
 // Sends the chunks of this process to a broker that may be a new one. A chunk that is returned before the lock is taken
 // goes to the driver, and one that is returned after it to this broker.
 void SharedPool::restore_state(std::unique_ptr<Link> connected) {
-  Message message = message_of(Kind::sentinel, {});
-  message.descriptors.push_back(sentinel());
-  connected->send(std::move(message));
   std::lock_guard lock(mutex_);
   send_inventory_locked(*connected);
   if (offers_ > 0) connected->send(message_of(Kind::offers, {offers_}));

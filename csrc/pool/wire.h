@@ -10,11 +10,11 @@
 // message.
 //
 //   client -> broker, and receiver -> owner
-//   hello     version, client, pid                 text: the device's uuid for a broker, else empty. `client`: a random
+//   hello     version, client, pid  + descriptor   text: the device's uuid for a broker, else empty. `client`: a random
 //                                                  number, the same for the life of the process; `pid`: in the client's
-//                                                  own pid namespace -> welcome
-//   sentinel  + descriptor                         after welcome, before each message about memory: the read end of the
-//                                                  process's sentinel (csrc/pool/sentinel.h)
+//                                                  own pid namespace. The descriptor: the read end of the process's
+//                                                  sentinel (csrc/pool/sentinel.h); a tool, which gets no memory, has
+//                                                  none -> welcome
 //   client -> broker
 //   inventory {chunk, size}...                     after welcome, before each other message about memory: the chunks in
 //                                                  use, also those of an earlier broker. Ends with a packet of fewer
@@ -106,13 +106,12 @@ constexpr std::size_t kMostDescriptors = 250;                 // in one packet; 
 constexpr std::size_t kMostChunks = 250;                      // in one packet
 
 // name, number
-#define MEMSAVER_MESSAGES(define)                                                                                     \
-  define(hello, 1) define(sentinel, 2) define(inventory, 3) define(demand, 4) define(exchange, 5) define(close, 6)    \
-      define(give_back, 7) define(dropped, 8) define(usage, 9) define(status, 10) define(report, 11) define(trim, 12) \
-          define(reclaimed, 13) define(descriptors, 14) define(offers, 15) define(receive, 21) define(chunks, 22)     \
-              define(release, 23) define(welcome, 101) define(refused, 102) define(grant, 103) define(stalled, 104)   \
-                  define(drop, 105) define(query, 106) define(reclaim, 107) define(holders, 108) define(lent, 121)    \
-                      define(slots, 122)
+#define MEMSAVER_MESSAGES(define)                                                                                      \
+  define(hello, 1) define(inventory, 3) define(demand, 4) define(exchange, 5) define(close, 6) define(give_back, 7)    \
+      define(dropped, 8) define(usage, 9) define(status, 10) define(report, 11) define(trim, 12) define(reclaimed, 13) \
+          define(descriptors, 14) define(offers, 15) define(receive, 21) define(chunks, 22) define(release, 23)        \
+              define(welcome, 101) define(refused, 102) define(grant, 103) define(stalled, 104) define(drop, 105)      \
+                  define(query, 106) define(reclaim, 107) define(holders, 108) define(lent, 121) define(slots, 122)
 
 #define MEMSAVER_REFUSALS(define)                                                                                      \
   define(version, 1) define(malformed, 2) define(user, 3) define(device, 4) define(over_capacity, 5) define(failed, 6) \

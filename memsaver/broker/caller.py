@@ -7,7 +7,7 @@ import os
 import secrets
 import select
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ class Caller:
     """A connection, for one thread at a time. Each call and the constructor take ``timeout_s`` at most.
 
     - ``address``: a path, or a name in the system's abstract namespace, which begins with a zero byte.
-    - ``subject``: the text of ``hello``.
+    - ``subject``, ``files``: the text and the descriptor of ``hello``.
 
     All methods raise RefusedError, whose ``code`` is also ``"timeout"``, ``"exited"``, or ``"exhausted"`` for this
     process's descriptors. Its text has no subject: ``"did not answer within 10 s"``. After any but ``"timeout"`` and
     the refusal of one message, the connection is closed.
     """
 
-    def __init__(self, address: str, subject: str, timeout_s: float) -> None:
+    def __init__(self, address: str, subject: str, timeout_s: float, files: Sequence[int] = ()) -> None:
         self.timeout_s = timeout_s
         self._serial = 0
         try:
@@ -44,7 +44,8 @@ class Caller:
             user = protocol.peer(self._channel)[1]
             if user != os.geteuid():  # the name of a process that has exited is free for other users
                 raise RefusedError(f"belongs to user {user}, expected user {os.geteuid()}", "user")
-            self._send(Message("hello", (protocol.VERSION, secrets.randbits(63), os.getpid()), subject))
+            words = protocol.VERSION, secrets.randbits(63), os.getpid()
+            self._send(Message("hello", words, subject, list(files)))
             self.answer("welcome", None)
         except OSError as error:
             self.close()
@@ -63,9 +64,9 @@ class Caller:
         self._send(Message(kind, (self._serial, *words), text))
         return self.answer(answer or kind, self._serial)
 
-    def tell(self, kind: str, *words: int, files: list[int] | None = None, timeout_s: float | None = None) -> None:
+    def tell(self, kind: str, *words: int, timeout_s: float | None = None) -> None:
         """Sends a message without an answer."""
-        self._send(Message(kind, words, files=files or []), timeout_s)
+        self._send(Message(kind, words), timeout_s)
 
     @property
     def has_ended(self) -> bool:

@@ -38,8 +38,7 @@ class Lending:
 
     def inventory(self, client: Client, message: Message) -> None:
         words = message.words
-        if client.inventory is None:
-            raise MalformedError("'inventory' comes right after 'welcome'")
+        assert client.inventory is not None, "the loop has refused it"
         if len(words) > 2 * MOST_CHUNKS:
             raise MalformedError(f"'inventory' has {len(words) // 2} chunks, expected at most {MOST_CHUNKS}")
         for chunk, size in zip(words[::2], words[1::2]):

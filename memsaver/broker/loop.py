@@ -136,7 +136,7 @@ class BrokerLoop:
         handler = self._of_anybody.get(message.kind)
         if handler is None:
             if not client.process.has_sentinel:
-                raise MalformedError(f"{message.kind!r} comes before 'sentinel'")
+                raise MalformedError(f"{message.kind!r} comes from a process without a sentinel")
             if client.inventory is not None:
                 if message.kind != "inventory":
                     raise MalformedError(f"{message.kind!r} comes before the end of the inventory")

@@ -86,7 +86,7 @@ class ProcessMonitor:
             self._forget(process)
 
     def add_sentinel(self, process: Process, files: list[int]) -> None:
-        """Takes the descriptor of a ``sentinel`` message out of a list. Finds the children that were forked before.
+        """Takes the descriptor of a ``hello`` message out of a list. Finds the children that were forked before.
 
         Raises MalformedError for another descriptor, and RefusedError if the children cannot be watched.
         """

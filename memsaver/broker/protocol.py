@@ -30,13 +30,12 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MOST_DESCRIPTORS * array.array("i")
 
 # Words of each message of a client: fixed words, words of a group, and the least number of groups.
 _SHAPES = {
-    "hello": (3, 0, 0), "sentinel": (0, 0, 0), "inventory": (0, 2, 0), "demand": (1, 3, 1), "exchange": (1, 3, 1),
+    "hello": (3, 0, 0), "inventory": (0, 2, 0), "demand": (1, 3, 1), "exchange": (1, 3, 1),
     "close": (1, 0, 0), "give_back": (0, 2, 0), "dropped": (0, 1, 0), "usage": (1, 0, 0), "status": (1, 0, 0),
     "report": (0, 0, 0), "trim": (2, 0, 0), "reclaimed": (2, 0, 0), "offers": (1, 0, 0), "descriptors": (1, 1, 1),
     "receive": (3, 0, 0), "chunks": (3, 0, 0), "release": (1, 0, 0),
 }  # fmt: skip
 _WITH_TEXT = {"hello", "report", "reclaimed", "receive"}
-_WITH_FILES = {"sentinel"}
 
 
 class RefusedError(Exception):
@@ -68,8 +67,13 @@ class Message:
         return head + struct.pack(f"<{len(self.words)}Q", *self.words) + self.text.encode()
 
     def close(self) -> None:
-        while self.files:
-            os.close(self.files.pop())
+        close(self.files)
+
+
+def close(files: list[int]) -> None:
+    """Closes descriptors, and empties the list."""
+    while files:
+        os.close(files.pop())
 
 
 def check_shape(message: Message) -> None:
@@ -84,8 +88,9 @@ def check_shape(message: Message) -> None:
         raise MalformedError(f"{kind!r} has {count} words, expected {expected}")
     if message.text and kind not in _WITH_TEXT:
         raise MalformedError(f"{kind!r} has {len(message.text)} characters of text, expected none")
-    if message.files and kind not in _WITH_FILES:
-        raise MalformedError(f"{kind!r} has {len(message.files)} descriptors, expected none")
+    most = int(kind == "hello")
+    if len(message.files) > most:
+        raise MalformedError(f"{kind!r} has {len(message.files)} descriptors, expected {most} at most")
 
 
 def refusal(code: str, request: int, text: str) -> Message:
@@ -132,8 +137,7 @@ def receive(channel: socket.socket) -> Message | None:
         message = _decode(packet) if packet else None
     finally:
         if message is None:
-            for file in files:
-                os.close(file)
+            close(list(files))
     if message is not None:
         message.files = list(files)
     return message

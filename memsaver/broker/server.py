@@ -71,7 +71,7 @@ class Connection:
         while self._unsent and self._try(*self._unsent[0]):
             packet, files = self._unsent.popleft()
             self._unsent_bytes -= len(packet)
-            _close(files)
+            protocol.close(files)
         if not self._unsent:
             self.watch_writes(False)
 
@@ -94,7 +94,7 @@ class Connection:
     def close(self) -> None:
         self._is_lost = True
         while self._unsent:
-            _close(self._unsent.popleft()[1])
+            protocol.close(self._unsent.popleft()[1])
         self.channel.close()
 
     def _try(self, packet: bytes, files: Sequence[int]) -> bool:
@@ -269,12 +269,7 @@ class Server:
             self._greet(connection, message)
             return
         protocol.check_shape(message)
-        if message.kind != "sentinel":
-            self._service.handle(connection, message)
-            return
-        if len(message.files) != 1:
-            raise MalformedError(f"'sentinel' has {len(message.files)} descriptors, expected one")
-        self.monitor.add_sentinel(connection.process, message.files)
+        self._service.handle(connection, message)
 
     def _greet(self, connection: Connection, message: Message) -> None:
         if message.kind != "hello" or not message.words:
@@ -295,10 +290,7 @@ class Server:
                 "have to be one: run both in one, or give each a job of its own (MEMSAVER_JOB)",
                 "pid_namespace",
             )
+        if message.files:
+            self.monitor.add_sentinel(connection.process, message.files)
         word = self._service.begin(connection, number, message.text)
         connection.send(Message("welcome", (protocol.VERSION, word)))
-
-
-def _close(files: list[int]) -> None:
-    while files:
-        os.close(files.pop())

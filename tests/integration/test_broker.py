@@ -343,12 +343,16 @@ def test_a_malformed_message_ends_its_connection_alone(broker: Local) -> None:
 def test_a_client_proves_its_end_before_it_gets_memory(broker: Local) -> None:
     """The read end of a pipe comes before any message about memory, and the inventory before the others."""
     read, write = os.pipe()
-    for kind, files in (("inventory", ()), *(("sentinel", files) for files in ((), (write,), (0,)))):
-        client = broker.client(bring=False, proves=False)
-        assert client.look()[1] == GIB  # as tools do
-        client.say(kind, files=files)
-        code, text = client.is_refused()
-        assert code == "malformed" and ("sentinel" in text or "descriptor" in text), (kind, files)
+    client = broker.client(bring=False, proves=False)
+    assert client.look()[1] == GIB  # as tools do
+    client.say("inventory")
+    assert client.is_refused() == ("malformed", "'inventory' comes from a process without a sentinel")
+    for files in ((write,), (0,), (read, read)):
+        channel = discovery.connect(broker.path)
+        protocol.send(channel, Message("hello", (protocol.VERSION, 1, os.getpid()), broker.uuid).encode(), files)
+        message = protocol.receive(channel)
+        assert message is not None and message.kind == "refused" and "descriptor" in message.text, files
+        channel.close()
     client = broker.client(bring=False)
     client.want(PAGE)
     assert "inventory" in client.is_refused()[1]
@@ -682,7 +686,7 @@ def test_a_broker_of_another_version_is_stopped(
 ) -> None:
     monkeypatch.setenv("MEMSAVER_POOL_DIR", str(elsewhere.directory))
     other = protocol.VERSION + 1
-    monkeypatch.setattr(caller, "Message", lambda kind, words, text: Message(kind, (other, *words[1:]), text))
+    monkeypatch.setattr(caller, "Message", lambda kind, words, *more: Message(kind, (other, *words[1:]), *more))
     assert f"version {other}" in command(capsys, "top")[2]
     out = f"{elsewhere.uuid}: stopped the broker with pid {elsewhere.process.pid}\n"
     assert command(capsys, "broker", "--stop") == (0, out, "")

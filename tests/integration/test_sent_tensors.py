@@ -606,7 +606,7 @@ def test_strangers_do_not_disturb_the_owner(broker: Running, owner: Worker, othe
     with Worker(broker, "from memsaver.broker import caller", MEMSAVER_POOL="process") as third:
         third.run(f"files = [_core.sentinel()]; address = chr(0) + {address!r}")
         for message in ("'usage', 1", "'chunks', 1, 5, 0", "'receive', 1, 2, 3", f"'release', {claim}"):
-            third.run("stranger = caller.Caller(address, '', 10.0); stranger.tell('sentinel', files=files)")
+            third.run("stranger = caller.Caller(address, '', 10.0, files)")
             third.run(f"stranger.tell({message})")
             assert third.run("print(raised(lambda: stranger.answer('', 1), caller.RefusedError).code)") == "malformed"
     assert owner.fails("memsaver.pause(reader_timeout=0)").startswith("AttachedError")

@@ -602,7 +602,7 @@ def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch:
         [device] = [each for each in Machine().devices if each.uuid == broker.uuid]
         assert device.total_bytes == broker.memory.total_bytes() > GIB
         own = _core.PROTOCOL_VERSION
-        patch.setattr(caller, "Message", lambda kind, words, text: Message(kind, (own + 1, *words[1:]), text))
+        patch.setattr(caller, "Message", lambda kind, words, *more: Message(kind, (own + 1, *words[1:]), *more))
         [wrong] = [each for each in pools.brokers(Machine()) if each.state == "error"]
         assert re.search(f"process {os.getpid()} speaks version {own} .* version {own + 1}", wrong.value)
         assert "broker --stop" in wrong.remedy

@@ -314,8 +314,8 @@ def test_children_without_the_sentinel_and_their_children_are_found(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child, grandchild = world.fork(), world.fork()
-    monkeypatch.setattr(procfs, "inheritors", lambda pid: {process.pid: [child]}.get(pid, []))
     process = world.monitor.watch(world.fork())
+    monkeypatch.setattr(procfs, "inheritors", lambda pid: {process.pid: [child]}.get(pid, []))
     read, write = os.pipe()
     world.monitor.add_sentinel(process, [read])
     assert list(process.children.values()) == [child]

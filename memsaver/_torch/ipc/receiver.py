@@ -100,13 +100,11 @@ class Owner:
             self._caller.close()
 
     def _connected(self) -> Caller:
-        caller = Caller(f"\0{self._address}", "", ANSWER_S)
         sentinel = _core.sentinel()
         try:
-            caller.tell("sentinel", files=[sentinel])
+            return Caller(f"\0{self._address}", "", ANSWER_S, [sentinel])
         finally:
             os.close(sentinel)
-        return caller
 
     def _error(self, error: RefusedError) -> Error:
         if error.code != "failed":

@@ -113,13 +113,13 @@ class Sender:
     # Of Service
 
     def begin(self, connection: Connection, number: int, subject: str) -> int:
+        if not connection.process.has_sentinel:
+            raise MalformedError("'hello' has no sentinel")
         connection.session = connection.process
         return 0
 
     def handle(self, connection: Connection, message: Message) -> None:
         process = connection.process
-        if not process.has_sentinel:
-            raise MalformedError(f"{message.kind!r} comes before 'sentinel'")
         serial = message.words[0]
         try:
             match message.kind:
