@@ -186,21 +186,6 @@ class ProcessMonitor:
         process.was_listed = process.pid in self._compute_pids() and not procfs.is_alive(process.pid)
         return process.was_listed
 
-    def _add_child(self, process: Process, pid: int, file: int) -> None:
-        """Takes the pidfd of a process that may have descriptors of another one."""
-        is_known = any(number == pid and not procfs.has_exited(known) for known, number in process.children.items())
-        if pid == process.pid or is_known or procfs.has_exited(file):
-            os.close(file)
-            return
-        process.children[file] = pid
-
-        def ready(_: int) -> None:
-            if process.children.get(file) == pid and procfs.has_exited(file):
-                del process.children[file]
-                self._unregister(file)
-
-        self._selector.register(file, selectors.EVENT_READ, ready)
-
     def _scan(self) -> None:
         """Finds the processes that may have descriptors of exited ones. A scan that fails is repeated later.
 
@@ -229,14 +214,29 @@ class ProcessMonitor:
         self._scan_at = ended + max(_SCAN_S, (ended - begun) / _SCAN_SHARE)
 
     def _add_found(self, process: Process, pid: int, start: int | None = None) -> None:
-        """``start``: of the process that was found, since another one may have its number now."""
-        with contextlib.suppress(ProcessLookupError):
+        """Watches a process that may have descriptors of another one.
+
+        ``start``: of the process that was found, since another one may have its number now.
+        """
+        if pid == process.pid:
+            return
+        try:
             file = os.pidfd_open(pid)
-            now = procfs.read(pid)
-            if now is None or start not in (None, now.start):
-                os.close(file)
-            else:
-                self._add_child(process, pid, file)
+        except ProcessLookupError:
+            return
+        now = procfs.read(pid)
+        is_known = any(number == pid and not procfs.has_exited(known) for known, number in process.children.items())
+        if now is None or start not in (None, now.start) or is_known or procfs.has_exited(file):
+            os.close(file)
+            return
+        process.children[file] = pid
+
+        def ready(_: int) -> None:
+            if process.children.get(file) == pid and procfs.has_exited(file):
+                del process.children[file]
+                self._unregister(file)
+
+        self._selector.register(file, selectors.EVENT_READ, ready)
 
     def _unregister(self, file: int) -> None:
         self._selector.unregister(file)
