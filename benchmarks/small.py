@@ -1,14 +1,11 @@
-"""Small operations: an allocation, a pause and a resume of 1 MiB, 1,000 regions, and the import of memsaver.
+"""Small operations: an allocation, a pause and a resume of 1 MiB.
 
 One line for each figure, for a comparison of two commits on one machine: copy benchmarks/ to the other checkout.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from tempfile import TemporaryDirectory
@@ -24,40 +21,21 @@ from benchmarks.harness.work import Contents, percentile, synchronize
 DEVICES = ("cuda", "cpu")
 WARM_UP = 20
 BLOCK = 50  # cycles
-REGIONS = 1000
-IMPORT = """
-import json, sys, time
-before, begin = len(sys.modules), time.perf_counter()
-import memsaver
-print(json.dumps([time.perf_counter() - begin, len(sys.modules) - before, len(sys.modules)]))
-"""
 
 
 def options(parser: Options) -> None:
     parser.add_argument("--cycles", type=count, default=300, help="after 20")
-    parser.add_argument(
-        "--rounds", type=count, default=3, help="processes that measure; and imports, after a first one"
-    )
+    parser.add_argument("--rounds", type=count, default=3, help="processes that measure")
 
 
 def measure(run: Run) -> None:
     found = [in_process(figures, device=run.device, cycles=run.options.cycles) for _ in range(run.options.rounds)]
     rows = {name: _row([took for each in found for took in each[name]]) for name in found[0]}
-    imports = [_imported() for _ in range(run.options.rounds + 1)][1:]  # the first one reads files from the disk
-    seconds, modules, in_all = zip(*imports)
-    rows["import memsaver"] = _row([1e6 * each for each in seconds])
     run.table("us", rows)
-    run.table("modules", {"by the import": {"number": modules[0]}, "in all": {"number": in_all[0]}})
 
 
 def _row(took: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(took), "least": min(took), "p99": percentile(took, 99)}
-
-
-def _imported() -> list[float]:
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True, timeout=60)
-    found: list[float] = json.loads(done.stdout)
-    return found
 
 
 def figures(device: str, cycles: int) -> Sample:
@@ -84,13 +62,6 @@ def figures(device: str, cycles: int) -> Sample:
                     found.setdefault(row, []).extend(took[WARM_UP:])
             memsaver.configure(trace=None)
         contents.check()
-    begin = time.perf_counter()
-    made = [memsaver.region(f"region {number}", device=device) for number in range(REGIONS)]
-    middle = time.perf_counter()
-    for region in made:
-        region.close()
-    found["1,000 regions made"] = [1e6 * (middle - begin)]
-    found["1,000 regions closed"] = [1e6 * (time.perf_counter() - middle)]
     return found
 
 
