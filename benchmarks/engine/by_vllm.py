@@ -27,7 +27,7 @@ def by_vllm(loads: list[Load]) -> Iterator[Sample]:
     try:
         for load in itertools.cycle(loads):
             sampling = [SamplingParams(max_tokens=new_tokens, **common) for new_tokens in load.completions()]
-            prompts = [{"prompt_token_ids": tokens} for tokens in load.prompts(MODELS[model].vocabulary)]
+            prompts = [{"prompt_token_ids": tokens} for tokens in load.prompts(MODELS[model].vocab_size)]
             begin = time.perf_counter()
             done = llm.generate(prompts, sampling, use_tqdm=False)
             seconds = time.perf_counter() - begin

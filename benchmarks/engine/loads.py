@@ -13,7 +13,7 @@ import torch
 
 import memsaver
 from benchmarks.harness.machine import GIB
-from benchmarks.harness.models import HEAD, KV_HEADS, MODELS
+from benchmarks.harness.models import MODELS
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.engine.engine_memory import EngineMemory
 from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
@@ -77,9 +77,7 @@ def shape_of(model: str, small: bool) -> ModelConfig:
     """A model's shape, or with `small` a tiny one."""
     if small:
         return ModelConfig(512, 64, 2, 4, 2, 16, 96, max_position=128)
-    of = MODELS[model]
-    sizes = (of.vocabulary, of.hidden, of.layers, of.heads, KV_HEADS, HEAD, of.intermediate)
-    return ModelConfig(*sizes, max_position=4096, rope_theta=1e6, tie_word_embeddings=of.tied, dtype=torch.bfloat16)
+    return MODELS[model]
 
 
 def make_engine(
