@@ -1,4 +1,4 @@
-"""Pause, resume and switch, beside torch_memory_saver, .to("cpu") and plain pinned copies, in one run.
+"""Pause, resume and switch, beside torch_memory_saver and plain pinned copies, in one run.
 
 Subjects take turns, each time in a new process. Tables have medians in ms, and the share of the limit's rate. The
 limit is measured before each subject: plain copies between the device and pinned memory. Contents are random, change
@@ -44,7 +44,7 @@ def options(parser: Options) -> None:
     parser.size("--scale", number, 1.0, 0.01, "of the sizes")
     parser.size("--cycles", count, 5, 2, "of each process, after a first one")
     parser.add_argument("--rounds", type=count, default=1, help="processes of each subject of the table")
-    parser.add_argument("--no-peer", action="store_true", help='without torch_memory_saver and .to("cpu")')
+    parser.add_argument("--no-peer", action="store_true", help="without torch_memory_saver")
 
 
 def measure(run: Run) -> None:
@@ -54,16 +54,16 @@ def measure(run: Run) -> None:
 
 
 def table(run: Run, limit: Limit) -> None:
-    peers = () if run.options.no_peer else (subjects.TO_CPU, *subjects.peers(run.device))
+    peers = () if run.options.no_peer else subjects.peers(run.device)
     for full in (LARGE, MEDIUM, SMALL):
         work, since = full.scaled(run.options.scale), len(limit.samples)
         ways = [subjects.MEMSAVER, subjects.RETAINED, *peers]
         if work.backup == "none":
-            ways = [way for way in ways if way not in (subjects.TMS_RETAINED, subjects.TO_CPU)]
+            ways = [way for way in ways if way != subjects.TMS_RETAINED]
         samples: dict[str, list[Sample]] = {way: [] for way in ways}
         for turn in range(run.options.rounds):
             for way in ways:
-                pins = way in (subjects.TMS, subjects.TO_CPU) and work.backup != "none"  # slow: seconds a cycle
+                pins = way == subjects.TMS and work.backup != "none"  # slow: seconds a cycle
                 if pins and turn:
                     continue
                 limit.measure()

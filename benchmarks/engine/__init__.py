@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +38,7 @@ from benchmarks.harness.processes import Process, Sample, ask_all, in_process, p
 from benchmarks.harness.work import copy_rate, median, ratio, take_turns
 from examples.colocate.engine import Engine, SamplingParams
 from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
+from examples.colocate.trainer.process_group import join
 
 DEVICES = ("cuda", "cpu")
 GAINS = {1: 1.5, 8: 1.3, 32: 1.2, 128: 1.1}  # promised of graphs, by batch
@@ -229,12 +228,7 @@ def rank(number: int, store: str, load: Load, pauses: int, device: str, small: b
     if device != "cpu":
         torch.cuda.set_device(device)
     if store:
-        # Buffers of captured graphs must not be registered with NCCL: after a pause their memory is another.
-        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        where: dict[str, Any] = {} if device == "cpu" else {"device_id": torch.device(device)}
-        where |= {"init_method": f"file://{store}", "timeout": timedelta(seconds=60), "rank": number, "world_size": 2}
-        dist.init_process_group("gloo" if device == "cpu" else "nccl", **where)
-        group = Parallel(dist.group.WORLD)
+        group = Parallel(join(device.partition(":")[0], number, 2, f"file://{store}").get_group())
     engine = make_engine([load], device, small, group)
     expected, same, rates = served(engine, load).tokens, True, dict[str, float | None]()
     for when in ("before", "after"):

@@ -26,11 +26,10 @@ from benchmarks.harness.servers import Server
 
 SHARED = "memsaver, shared pool"
 GPUS = ("cuda:0", "cuda:1")
-PLAIN = ("out-of-memory", "trainer-killed", "killed-asleep", "killed-waking", "terminated")
+PLAIN = ("out-of-memory", "trainer-killed", "killed-asleep", "killed-waking")
 POOLED = ("trainer-killed", "killed-waiting", "broker-killed")
 FAULTS = tuple(dict.fromkeys(PLAIN + POOLED))
 HELD_S = 2.0  # for which another process holds the memory
-HANG_UP_S = 3.0  # after which the client of a server that gets SIGTERM hangs up
 RECOVERY_S = 60.0
 KV_BYTES = 3 * GIB  # of each rank
 SPARE = GIB  # of free memory that a filler leaves to others
@@ -41,7 +40,6 @@ DESCRIPTION = """
 - out-of-memory: another process holds the memory of GPU 1 while the engine resumes, and releases it after two seconds.
 - trainer-killed: processes that hold the memory of both GPUs while the engine resumes get SIGKILL.
 - killed-asleep, killed-waking: the worker of rank 1 gets SIGKILL while all is released, and in the middle of a resume.
-- terminated: the server gets SIGTERM in the middle of a resume, whose client hangs up after three seconds.
 - with the shared pool alone: the worker of rank 1 (killed-waiting) or both brokers (broker-killed) get SIGKILL while
   the engine waits for memory of the trainers.
 """
@@ -120,18 +118,9 @@ class Drill:
                 found["same tokens"] = server.tokens() == tokens
             found["all alive"] = all(map(_runs, members))
         else:
-            bound_s = 10.0 if self.fault == "terminated" else RECOVERY_S
-            found |= _wait_ended(members, bound_s)
+            found |= _wait_ended(members)
         said = [line.strip()[-300:] for line in server.log()[log_from:].splitlines() if ERROR.search(line)]
         return {**found, "said": said[-40:]}
-
-    def _half_done(self, timeout: float) -> Call:
-        took_ms = self.server.resume()
-        self.server.release()
-        call = Call(self.server, timeout)
-        time.sleep(took_ms / 2e3)
-        self.began = time.monotonic()
-        return call
 
     def _out_of_memory(self) -> Call:
         return self._while_held([Process(filled, device=1)], lambda: None)
@@ -144,14 +133,12 @@ class Drill:
         self.server.worker(1).kill()
 
     def _killed_waking(self) -> Call:
-        worker = self.server.worker(1)
-        call = self._half_done(2 * RECOVERY_S)
+        worker, took_ms = self.server.worker(1), self.server.resume()
+        self.server.release()
+        call = Call(self.server, 2 * RECOVERY_S)
+        time.sleep(took_ms / 2e3)
+        self.began = time.monotonic()
         worker.kill()
-        return call
-
-    def _terminated(self) -> Call:
-        call = self._half_done(HANG_UP_S)
-        self.server.terminate()
         return call
 
     def _killed_waiting(self) -> Call:
@@ -220,10 +207,10 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _wait_ended(members: Sequence[psutil.Process], bound_s: float) -> Sample:
+def _wait_ended(members: Sequence[psutil.Process]) -> Sample:
     """Waits until all processes of the server have ended, and kills those that have not."""
     began = time.monotonic()
-    while time.monotonic() < began + bound_s and any(map(_runs, members)):
+    while time.monotonic() < began + RECOVERY_S and any(map(_runs, members)):
         time.sleep(0.05)
     took, left = time.monotonic() - began, [each for each in members if _runs(each)]
     for each in left:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -109,9 +108,6 @@ class Server:
             if self.WORKER.format(rank) in " ".join(each.cmdline()):
                 return each
         raise Failed(f"{self.name} has no worker of rank {rank}", self.log()[-6000:])
-
-    def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
 
     def log(self) -> str:
         return self._log.read_text(errors="replace")

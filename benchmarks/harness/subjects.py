@@ -17,7 +17,6 @@ MEMSAVER = "memsaver"
 RETAINED = "memsaver, chunks retained"
 TMS = "torch_memory_saver"  # pins host memory anew in each pause
 TMS_RETAINED = "torch_memory_saver, backups retained"
-TO_CPU = '.to("cpu")'
 RETAIN = "100GiB"
 
 
@@ -69,39 +68,11 @@ class TorchMemorySaver:
         self._saver.resume("work")
 
 
-class ToCpu:
-    """Copies to pageable host memory and back. Addresses change, so no captured graph stays valid."""
-
-    def __init__(self, device: str, backup: str) -> None:
-        self.device, self._kept = device, backup != "none"
-        self._tensors: list[torch.Tensor] = []
-        self._copies: list[torch.Tensor] = []
-
-    def allocate(self, work: Work) -> list[torch.Tensor]:
-        self._tensors += work.allocate(self.device)
-        return list(self._tensors)
-
-    def pause(self) -> None:
-        self._copies = [tensor.to("cpu", copy=True) for tensor in self._tensors] if self._kept else []
-        for tensor in self._tensors:
-            tensor.untyped_storage().resize_(0)  # views of it stay views
-        if self.device != "cpu":
-            torch.cuda.empty_cache()
-
-    def resume(self) -> None:
-        for tensor in self._tensors:
-            tensor.untyped_storage().resize_(tensor.nbytes)
-        for tensor, copy in zip(self._tensors, self._copies):
-            tensor.copy_(copy)
-        self._copies = []
-
-
 MAKERS: dict[str, Callable[..., Subject]] = {
     MEMSAVER: Memsaver,
     RETAINED: lambda device, backup: Memsaver(device, backup, retain=RETAIN),
     TMS: TorchMemorySaver,
     TMS_RETAINED: lambda device, backup: TorchMemorySaver(device, backup, retained=True),
-    TO_CPU: ToCpu,
 }
 
 
@@ -138,9 +109,10 @@ def peers(device: str) -> tuple[str, ...]:
     return (TMS, TMS_RETAINED) if device != "cpu" and find_spec("torch_memory_saver") else ()
 
 
-def cycles(subject: Subject, work: Work, number: int, device: str, moves: bool = False) -> Sample:
+def cycles_of(name: str, work: Work, number: int, device: str) -> Sample:
     """Milliseconds of a first pause and resume, directly after the contents were written, and of ``number`` others."""
-    contents = Contents(subject.allocate(work), kept=work.backup != "none", moves=moves)
+    subject = MAKERS[name](device, work.backup)
+    contents = Contents(subject.allocate(work), kept=work.backup != "none")
     pauses, resumes = [], []
     for _ in range(number + 1):
         contents.change()
@@ -148,8 +120,3 @@ def cycles(subject: Subject, work: Work, number: int, device: str, moves: bool =
         resumes.append(timed(device, subject.resume))
         contents.check()
     return {"pause_ms": pauses, "resume_ms": resumes}
-
-
-def cycles_of(name: str, work: Work, number: int, device: str) -> Sample:
-    """The cycles of a subject by its name."""
-    return cycles(MAKERS[name](device, work.backup), work, number, device, moves=name == TO_CPU)

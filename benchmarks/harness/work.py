@@ -41,13 +41,12 @@ class Work:
 class Contents:
     """Random contents of tensors, which :meth:`check` compares by checksums of all bytes, and their addresses.
 
-    ``kept`` False: contents are undefined after a resume, and the check writes to the memory. ``moves``: addresses may
-    change.
+    ``kept`` False: contents are undefined after a resume, and the check writes to the memory.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], kept: bool = True, moves: bool = False) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], kept: bool = True) -> None:
         self.tensors, self._kept = list(tensors), kept
-        self._addresses = None if moves else [tensor.data_ptr() for tensor in tensors]
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
         for tensor in self.tensors if kept else ():
             tensor.random_()
         self._sums = checksums(self.tensors) if kept else []
@@ -60,7 +59,7 @@ class Contents:
 
     def check(self) -> None:
         """Raises AssertionError if a byte or an address has changed."""
-        if self._addresses is not None and [tensor.data_ptr() for tensor in self.tensors] != self._addresses:
+        if [tensor.data_ptr() for tensor in self.tensors] != self._addresses:
             raise AssertionError("addresses have changed")
         if not self._kept:
             for number, tensor in enumerate(self.tensors):
