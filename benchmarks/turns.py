@@ -7,8 +7,7 @@ torch.multiprocessing, and the trainer writes its parameters into them and casts
 writes are not kept over training. All contents are compared in each step.
 
 Prints for each turn the bytes that must move, those that moved, seconds, and the ratio to plain pinned copies of the
-bytes that must move. "own": the methods of the slowest rank; "beyond": the rest of the turn. The cost of a turn with
-many ranks: --pairs 32 --small. If there are fewer cores than ranks, ranks wait for cores as well.
+bytes that must move. If there are fewer cores than ranks, ranks wait for cores as well.
 
 "late": the parameters, a quarter of the layers after the other, the moments and a part of the KV cache come while the
 device works for a second, and the trainer's memory leaves while it does. The turn includes the waits at first uses: of
@@ -37,7 +36,7 @@ from benchmarks.harness.limits import Limit
 from benchmarks.harness.machine import GIB, MIB, total_bytes, visible_gpus
 from benchmarks.harness.pools import shared_pool
 from benchmarks.harness.processes import CONTEXT, Process, Sample, ask_all, processes
-from benchmarks.harness.work import Contents, Work, checksums, copy_rate, median, percentile, synchronize
+from benchmarks.harness.work import Contents, Work, checksums, copy_rate, median, synchronize
 from memsaver.distributed import Colocated, Group
 
 DEVICES = ("cuda", "cpu")
@@ -71,7 +70,7 @@ WORK_S = 1.0  # of the device, before the first use of late memory
 TIMEOUT_S = 300.0
 MEMORY_S = 60.0
 
-Turn = tuple[float, float, float]  # begin and end of enter(), and the seconds in the rank's own methods
+Turn = tuple[float, float]  # begin and end of enter()
 
 
 def options(parser: Options) -> None:
@@ -126,7 +125,7 @@ def measure(run: Run) -> None:
 
 def _report(run: Run, plan: Plan, found: list[Sample], limit: Limit) -> None:
     """The tables of one source. ``found``: of each rank."""
-    turns = [_figures(each) for each in zip(*(rank["turns"] for rank in found))]
+    turns = [_seconds(each) for each in zip(*(rank["turns"] for rank in found))]
     rows: dict[str, dict[str, Any]] = {}
     for at, phase in enumerate(PHASES):
         out = plan.must(MUST_OUT_LATE if plan.way == LATE else MUST_OUT, phase)
@@ -134,18 +133,13 @@ def _report(run: Run, plan: Plan, found: list[Sample], limit: Limit) -> None:
         parts = {"both": min(out, into), "out": out - min(out, into), "into": into - min(out, into)}
         bus = [limit.ms(way, nbytes / len(plan.devices)) for way, nbytes in parts.items() if nbytes]
         row: dict[str, Any] = {"must move, GiB": (out + into) / GIB, "moved, GiB": found[0]["moved"][at] / GIB}
-        row["s"] = median([each["turn"] for each in turns[at :: len(PHASES)]])
+        row["s"] = median(turns[at :: len(PHASES)])
         row["bus, s"] = sum(each or 0 for each in bus) / 1e3
         rows[f"into {phase}"] = row
     rows["all"] = {name: sum(row[name] for row in rows.values()) for name in row}
     for row in rows.values():
         row["of the bus"] = row["s"] / row["bus, s"] if row["bus, s"] else None
     run.table(f"{plan.way}, {plan.pairs} pairs", rows)
-    rows = {}
-    for name in turns[0]:
-        samples = [1e3 * each[name] for each in turns]
-        rows[name] = {"median, ms": median(samples), "p99, ms": percentile(samples, 99), "largest, ms": max(samples)}
-    run.table(f"{plan.way}: {len(turns)} turns", rows)
     syncs = [each for rank in found for each in rank["syncs"]]  # of the engines
     if syncs:
         took, written = (median([each[name] for each in syncs]) or 0.0 for name in ("s", "write, s"))
@@ -154,11 +148,9 @@ def _report(run: Run, plan: Plan, found: list[Sample], limit: Limit) -> None:
     run.keep(**{f"samples, {plan.way}": found})
 
 
-def _figures(ranks: tuple[Turn, ...]) -> dict[str, float]:
-    """Seconds of one turn, from the last rank's call to the return of the last rank."""
-    took = max(end for _, end, _ in ranks) - max(begin for begin, _, _ in ranks)
-    own = max(seconds for *_, seconds in ranks)
-    return {"turn": took, "own": own, "beyond": took - own}
+def _seconds(ranks: tuple[Turn, ...]) -> float:
+    """Of one turn, from the last rank's call to the return of the last rank."""
+    return max(end for _, end in ranks) - max(begin for begin, _ in ranks)
 
 
 def _ranks(plan: Plan) -> list[Sample]:
@@ -197,11 +189,11 @@ def rank_of_job(rank: int, plan: Plan, directory: str, port: int, queues: Any, b
     syncs: list[Sample] = []
     for _ in range(WARM_UP + plan.cycles):
         for phase in PHASES:
-            member.seconds, begin = 0.0, time.monotonic()
+            begin = time.monotonic()
             with group.enter(phase, timeout=TIMEOUT_S, memory_timeout=MEMORY_S) as turn:
                 end = time.monotonic()
                 end += member.wait(phase)
-                turns.append((begin, end, member.seconds))
+                turns.append((begin, end))
                 moved.append(sum(each.copied_bytes for each in turn.transitions))
                 member.work(phase)
                 if phase == "sync":
@@ -233,10 +225,10 @@ class Layers(torch.nn.Module):
 
 
 class Member(Colocated):
-    """A rank: its tensors by tag, and the seconds in its own methods."""
+    """A rank: its tensors by tag."""
 
     def __init__(self, sizes: dict[str, int], device: str, is_late: bool) -> None:
-        self.device, self.seconds, self.waited, self.is_late = device, 0.0, 0.0, is_late
+        self.device, self.waited, self.is_late = device, 0.0, is_late
         works = {tag: Work(8, nbytes // 8) for tag, nbytes in sizes.items()}
         if is_late and (whole := works.pop("params", None)):
             works = {**dict.fromkeys(QUARTERS, Work(2, whole.nbytes)), **works}
@@ -248,20 +240,12 @@ class Member(Colocated):
         for tag, layers in zip(QUARTERS if is_late else (), self.model):
             layers.register_forward_pre_hook(partial(self._arrive, tag))
         self.losses: list[float] = []
-        # Of this object, not of the class: then late tags come one after the other.
-        self.resume = partial(self._timed, self.resume)  # type: ignore[method-assign]
         self._contents = Contents(self.params + self.tensors.get("moments", []))
         self._expected: list[int] = []  # checksums of the weights that were written
 
     def _allocate(self, tag: str, work: Work) -> list[torch.Tensor]:
         with memsaver.region(tag, device=self.device, backup="host" if tag in KEPT else "none"):
             return work.allocate(self.device)
-
-    def colocated_prepare(self, *given: Any, **options: Any) -> Any:
-        return self._timed(super().colocated_prepare, *given, **options)
-
-    def colocated_commit(self) -> Any:
-        return self._timed(super().colocated_commit)
 
     def wait(self, phase: str) -> float:
         """The work of a phase up to the first uses of all late memory. Returns the seconds of the waits there."""
@@ -320,10 +304,3 @@ class Member(Colocated):
         back.put(took)
         back.put([sums for param in params for sums in checksums([param.to(torch.bfloat16).view(torch.int64)])])
         return {}
-
-    def _timed(self, call: Callable[..., Any], *given: Any, **options: Any) -> Any:
-        begin = time.monotonic()
-        try:
-            return call(*given, **options)
-        finally:
-            self.seconds += time.monotonic() - begin

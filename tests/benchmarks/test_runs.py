@@ -23,7 +23,7 @@ RUNS = {
     "scale --regions 5 --tensors 20 --cycles 1": ["5 regions", "in tensors"],
     "disk --gib 0.01 --rounds 1": ["on disk"],
     "small --cycles 5 --rounds 1": ["us"],
-    "turns --cycles 1": ["shared pool, 1 pairs", "driver: 3 turns", "weight sync"],
+    "turns --cycles 1": ["shared pool, 1 pairs", "driver, 1 pairs", "weight sync"],
     "whole_process --steps 2": ["ledger of rank 1", "rank 1 killed"],
     "soak --turns 40 --every 2": ["growth"],
     "step --steps 1 --only memsaver": ["a step"],
