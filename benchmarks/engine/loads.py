@@ -23,6 +23,7 @@ from examples.colocate.savers import Resident
 BLOCK = 16  # tokens in a KV block
 CHUNK = 4096  # tokens of a prefill step without graphs
 SHORTEST = 16  # tokens of a ragged prompt, and of its completion
+SMALL = ModelConfig(512, 64, 2, 4, 2, 16, 96, max_position=128)
 
 
 @dataclass(frozen=True)
@@ -73,13 +74,6 @@ LARGE = [Load("qwen3-8b", batch, 992, 64) for batch in (1, 64)]  # a context of 
 RAGGED = [Load("qwen3-0.6b", 256, 1024, 512, ragged=True), Load("qwen3-8b", 128, 1024, 512, ragged=True)]
 
 
-def shape_of(model: str, small: bool) -> ModelConfig:
-    """A model's shape, or with `small` a tiny one."""
-    if small:
-        return ModelConfig(512, 64, 2, 4, 2, 16, 96, max_position=128)
-    return MODELS[model]
-
-
 def make_engine(
     loads: Iterable[Load],
     device: str,
@@ -101,7 +95,7 @@ def make_engine(
     if device != "cpu":
         torch.cuda.set_device(device)
     memory = None if regions else EngineMemory(torch.device(device), Resident)
-    model = replace(shape_of(loads[0].model, small), max_position=length)
+    model = replace(SMALL if small else MODELS[loads[0].model], max_position=length)
     engine = Engine(model, EngineConfig(**{**config, **settings}), device, parallel, memory)
     engine.capture()
     # Host memory for all backups. A virtual machine may report less available memory than it can get.

@@ -130,11 +130,6 @@ def median(samples: Sequence[float]) -> float | None:
     return statistics.median(samples) if samples else None
 
 
-def percentile(samples: Sequence[float], percent: int) -> float:
-    """The smallest sample that so many percent of the samples do not exceed."""
-    return sorted(samples)[max(0, -(-percent * len(samples) // 100) - 1)]
-
-
 def share(limit: float | None, took: float | None) -> str | None:
     """How much of the limit's rate a time has."""
     return f"{100 * limit / took:.0f} %" if limit and took else None
