@@ -101,7 +101,7 @@ def engine_maker(device: str = "cpu", deviation: float = 0.3, **default: Any) ->
         made = Engine(model, EngineConfig(**config), device, memory=memory)
         if not finds_blocks:
             setattr(made.blocks, "publish", lambda *given: None)  # noqa: B010 a method
-        made.load_weights(random_weights(model, seed, deviation).items())
+        made.model.load_weights(random_weights(model, seed, deviation).items())
         return made
 
     yield make

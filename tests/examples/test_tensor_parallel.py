@@ -64,7 +64,7 @@ def check_model(model: ModelConfig) -> None:
     assert held < 0.7 * sum(weight.numel() for weight in whole.values())
     weights = random_weights(model, seed=1)
     for engine in engines:
-        engine.load_weights(weights.items())
+        engine.model.load_weights(weights.items())
     mine, theirs = (engine.generate(PROMPTS, GREEDY) for engine in (shared, alone))
     for one, other in zip(mine, theirs):
         if model.dtype == torch.float32:

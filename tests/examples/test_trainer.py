@@ -282,7 +282,7 @@ def test_a_step_that_is_not_finite_is_refused_and_changes_nothing(
 def test_the_engine_agrees_about_tokens_it_sampled(temperature: float) -> None:
     trainer = Trainer(MODEL, replace(PLAIN, temperature=temperature, seed=2), join("cpu"))
     engine = Engine(MODEL, EngineConfig(max_batch_size=32, block_size=4, num_blocks=320))
-    engine.load_weights(weights(trainer).items())
+    engine.model.load_weights(weights(trainer).items())
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]] * 8
     done = engine.generate(prompts, SamplingParams(temperature, max_new_tokens=12))
     _, statistics = trainer.recompute([Sample(each.prompt, each.tokens, each.logprobs) for each in done])

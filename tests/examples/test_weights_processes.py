@@ -63,7 +63,7 @@ class EngineSide:
         weights, *checksums = torch.load(path)
         for engine, sums in zip(self.engines, (checksums[self.engines[0].model.parallel.rank], checksums[2])):
             other = self._make(engine.model.parallel)
-            other.load_weights(weights.items())
+            other.model.load_weights(weights.items())
             for name, weight in engine.model.weights.items():
                 assert torch.equal(weight.view(torch.uint8), other.model.weights[name].view(torch.uint8)), name
             assert engine.checksums() == sums

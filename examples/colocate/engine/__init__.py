@@ -13,7 +13,6 @@
     engine_memory    the regions, and captures of graphs
     prefill_graphs   graphs of the parts of a prefill between attentions
     warm_up          every kind of step once, before the first request
-    compiled_decode  torch.compile
 """
 
 from .engine import Engine

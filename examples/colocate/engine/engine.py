@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -38,7 +37,7 @@ class Engine:
         parallel: Parallel = ONE_RANK,
         memory: EngineMemory | None = None,
     ) -> None:
-        """Starts with random weights; `load_weights` loads others, and `capture` makes graphs.
+        """Starts with random weights; `capture` makes graphs.
 
         With tensor parallel every rank is an engine in a process of its own, and all are called alike.
         """
@@ -57,7 +56,6 @@ class Engine:
         self.scheduler = Scheduler(self.blocks, config.max_batch_size, self.runner.max_prefill_tokens, self.counts)
         self._residence = self.memory.kv_cache.residence
         self._in_flight: tuple[Step, Readback] | None = None
-        self._warm = False
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -129,18 +127,15 @@ class Engine:
         """Drop the contents of the KV cache. Raises RuntimeError while requests are running."""
         self.blocks.drop_prefix_cache()
 
-    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite the weights (see `Decoder.load_weights`); drop the prefix cache. No requests may be running."""
-        self._prepare_for_weights("take weights")
-        self.model.load_weights(named_tensors)
-
     def share_weights(self) -> bytes:
         """Offer the weights to a process that writes new ones; drop the prefix cache. No requests may be running.
 
         The result is a pickled dictionary: Hugging Face name -> this rank's part of the parameter, which
         `weight_layout` describes. It is valid until the weights are paused.
         """
-        self._prepare_for_weights("be shared")
+        self.memory.weights.check_active("be shared")
+        self.settle()
+        self.drop_prefix_cache()
         return bytes(ForkingPickler.dumps(self.model.parameters))
 
     def checksums(self) -> dict[str, int]:
@@ -156,10 +151,10 @@ class Engine:
         time. If it fails the error is raised, there are no graphs, and the engine goes on eagerly.
         """
         self.memory.check_active(graphs=False)
-        if not self.memory.captures_graphs or self._warm:
+        runner = self.runner
+        if not self.memory.captures_graphs or runner.decode_graphs:
             return
         self.settle()
-        runner = self.runner
         random_state = self.random_state.clone()
         try:
             runner.capture(self.memory)
@@ -170,7 +165,6 @@ class Engine:
             raise
         self.random_state.copy_(random_state)
         self.counts.decode_replays = self.counts.prefill_replays = 0  # none was of a request
-        self._warm = True
 
     def addresses(self) -> dict[str, int]:
         """The addresses of all tensors that graphs use: weights, KV cache, constants, static inputs and outputs."""
@@ -201,8 +195,3 @@ class Engine:
         self.drop_prefix_cache()
         self._residence = residence
         return advanced
-
-    def _prepare_for_weights(self, purpose: str) -> None:
-        self.memory.weights.check_active(purpose)
-        self.settle()
-        self.drop_prefix_cache()

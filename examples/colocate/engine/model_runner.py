@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from . import ops
 from .attention import Caches, PagedAttention
 from .batches import Batch, Readback
-from .compiled_decode import compiled
 from .decoder import Decoder
 from .engine_config import EngineConfig, padded_to
 from .engine_memory import EngineMemory, borrowed
 from .prefill_graphs import PrefillGraphs
 from .scheduler import Counts, Step
 from .sequence import Sequence
+
+BACKEND = "inductor"  # of torch.compile
 
 
 class ModelRunner:
@@ -41,7 +44,6 @@ class ModelRunner:
         self.max_prefill_tokens = prefill_sizes[-1] if prefill_sizes else config.max_prefill_tokens
         self.decode_graphs: dict[int, Any] = {}
         self.batch_sizes = config.batch_sizes()
-        self._decode_logits = compiled(ModelRunner.decode_logits, config.compile_batch_sizes)
 
     def launch(self, step: Step, use_graphs: bool) -> Readback | None:
         """Queue a step. Returns its samples, on their way to the host; None if no token comes of it."""
@@ -85,7 +87,8 @@ class ModelRunner:
 
     def decode_step(self, size: int) -> None:
         """The work of a graph of this size: from the static inputs to the static outputs of `batch`."""
-        self._sample(self._decode_logits(self, size))
+        compiled = size in self.config.compile_batch_sizes
+        self._sample(self._compiled_logits(self, size) if compiled else self.decode_logits(size))
 
     def decode_logits(self, size: int) -> Tensor:
         """The part of `decode_step` that may go through torch.compile: logits [size, V]."""
@@ -93,6 +96,11 @@ class ModelRunner:
         attention = PagedAttention(self.kv_caches, inputs.slots_B, inputs.block_table, inputs.lengths_B)
         tokens_B = self.batch.latest.index_select(0, inputs.rows_B)
         return self.model.logits(self.model.forward(tokens_B, inputs.positions_B, attention))
+
+    @cached_property
+    def _compiled_logits(self) -> Callable[[ModelRunner, int], Tensor]:
+        """`decode_logits`, compiled anew for each size when it is first called with it. Torch takes up to 8."""
+        return torch.compile(ModelRunner.decode_logits, backend=BACKEND, fullgraph=True, dynamic=False)
 
     def capture(self, memory: EngineMemory) -> None:
         """Capture graphs of prefill and decode, the largest temporaries first."""
