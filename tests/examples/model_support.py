@@ -15,6 +15,14 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "intermediate_size": 48,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,  # some waves are shorter, some longer, some between
+}
 
 
 def save_model(folder: Path, kind: str, saving: dict[str, Any] | None = None, **settings: Any) -> Any:

@@ -16,20 +16,12 @@ import torch
 from examples.colocate.engine.decoder import Decoder
 from examples.colocate.model.folder import FolderError, load_config, load_parameters
 from tests.examples.engine_support import CPU, DenseAttention
-from tests.examples.model_support import save_model
+from tests.examples.model_support import LLAMA3, save_model
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "max_position_embeddings": 64,
     "initializer_range": 0.2,  # large enough for clear winners among the logits
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 50.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 24,  # some waves are shorter, some longer, some between
 }
 # Class of transformers, its configuration, how it is saved.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
-from examples.colocate.model import ModelConfig, RopeScaling, parameter_shapes
-from examples.colocate.model.folder import FolderError
+from examples.colocate.model import ModelConfig, parameter_shapes
+from examples.colocate.model.folder import FolderError, load_config
 from examples.colocate.trainer import (
     CheckpointError,
     NonFiniteError,
@@ -32,11 +32,11 @@ from examples.colocate.trainer import (
 from examples.colocate.trainer.causal_lm import token_logprobs
 from examples.colocate.trainer.process_group import join
 from examples.colocate.trainer.trainer_memory import local
-from tests.examples.model_support import save_model
+from tests.examples.model_support import LLAMA3, save_model
 from tests.examples.trainer_support import MODEL, PLAIN, TAGS, addresses, samples, weights
 
 QWEN2 = replace(MODEL, qk_norm=False, qkv_bias=True, tie_word_embeddings=True)
-LLAMA = replace(MODEL, qk_norm=False, rope_theta=50.0, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 24))
+LLAMA = replace(MODEL, qk_norm=False, rope_theta=50.0)
 
 
 @pytest.fixture(scope="module")
@@ -326,23 +326,26 @@ def test_a_sample_that_is_too_long_is_refused(trainer: Trainer) -> None:
         trainer.warm_up([], 1e-3)
 
 
-def saved(config: ModelConfig, folder: Path, **saving: Any) -> Any:
+def saved(config: ModelConfig, folder: Path, rope: dict[str, Any] | None = None, **saving: Any) -> Any:
     """A model of `transformers`, in a folder."""
     kind = "Qwen3" if config.qk_norm else "Qwen2" if config.qkv_bias else "Llama"
     same = ("vocab_size", "hidden_size", "head_dim", "intermediate_size", "tie_word_embeddings")
     sizes = {name: getattr(config, name) for name in same}
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        rope |= asdict(config.rope_scaling) | {"rope_type": "llama3"}
-        rope["original_max_position_embeddings"] = rope.pop("original_max_position")
-    sizes["rope_parameters"] = rope
+    sizes["rope_parameters"] = rope or {"rope_type": "default", "rope_theta": config.rope_theta}
     sizes |= {"max_position_embeddings": config.max_position, "rms_norm_eps": config.norm_eps}
     return save_model(folder, kind, saving, **sizes)
 
 
-@pytest.mark.parametrize("config", [MODEL, QWEN2, LLAMA], ids=["qwen3", "qwen2.5, tied", "llama"])
-def test_a_model_of_transformers_computes_and_learns_the_same(config: ModelConfig, tmp_path: Path) -> None:
-    reference = saved(config, tmp_path, max_shard_size="20KB")
+@pytest.mark.parametrize(
+    ("config", "rope"), [(MODEL, None), (QWEN2, None), (LLAMA, LLAMA3)], ids=["qwen3", "qwen2.5, tied", "llama"]
+)
+def test_a_model_of_transformers_computes_and_learns_the_same(
+    config: ModelConfig, rope: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    reference = saved(config, tmp_path, rope, max_shard_size="20KB")
+    stretched = load_config(tmp_path).rope_frequencies
+    assert (stretched is None) == (rope is None)
+    config = replace(config, rope_frequencies=stretched)
     assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 10
     trainer = Trainer(config, PLAIN, join("cpu"), tmp_path)
     given = samples()

@@ -12,20 +12,6 @@ _FLOATING = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3's stretch of the rotary frequencies, for contexts longer than the model was first trained on.
-
-    Frequencies whose wave is longer than original_max_position / low_freq_factor tokens are divided by `factor`, those
-    whose wave is shorter than original_max_position / high_freq_factor are kept, those in between change by degrees.
-    """
-
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192  # tokens
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """Sizes of a decoder. `qk_norm` is True for Qwen3, `qkv_bias` for Qwen2.5, neither for Llama.
 
@@ -45,7 +31,7 @@ class ModelConfig:
     qk_norm: bool = True
     tie_word_embeddings: bool = False
     dtype: torch.dtype = torch.float32
-    rope_scaling: RopeScaling | None = None
+    rope_frequencies: tuple[float, ...] | None = None  # radians a token, of each pair; None: powers of rope_theta
     qkv_bias: bool = False
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .config import ModelConfig, RopeScaling
+from .config import ModelConfig
 
 _MODEL_TYPES = ("qwen2", "qwen3", "llama")
 # Settings that would change the arithmetic, and the values that the decoder has.
@@ -46,6 +46,8 @@ def load_config(folder: Path, dtype: torch.dtype | None = None) -> ModelConfig:
 
 
 def _config(found: Any, dtype: torch.dtype | None) -> ModelConfig:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     kind, rope = found.model_type, getattr(found, "rope_parameters", {})
     if kind not in _MODEL_TYPES:
         raise ValueError(f"model_type is {kind!r}; expected one of {', '.join(_MODEL_TYPES)}")
@@ -56,12 +58,9 @@ def _config(found: Any, dtype: torch.dtype | None) -> ModelConfig:
     layers = set(getattr(found, "layer_types", None) or ())
     if not layers <= {"full_attention"}:
         raise ValueError(f"layer_types are {sorted(layers)}; expected only full_attention")
-    scaling = None
-    if rope["rope_type"] != "default":
-        if rope["rope_type"] != "llama3":
-            raise ValueError(f"rope_type is {rope['rope_type']!r}; expected 'default' or 'llama3'")
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        scaling = RopeScaling(*(rope[name] for name in names))
+    if rope["rope_type"] not in ("default", "llama3"):
+        raise ValueError(f"rope_type is {rope['rope_type']!r}; expected 'default' or 'llama3'")
+    stretched = tuple(ROPE_INIT_FUNCTIONS["llama3"](found)[0].tolist()) if rope["rope_type"] == "llama3" else None
     return ModelConfig(
         vocab_size=found.vocab_size,
         hidden_size=found.hidden_size,
@@ -76,7 +75,7 @@ def _config(found: Any, dtype: torch.dtype | None) -> ModelConfig:
         qk_norm=kind == "qwen3",
         tie_word_embeddings=found.tie_word_embeddings,
         dtype=dtype or found.dtype or torch.float32,
-        rope_scaling=scaling,
+        rope_frequencies=stretched,
         qkv_bias=kind == "qwen2",
     )
 

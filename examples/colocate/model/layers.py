@@ -6,7 +6,6 @@ Shape suffixes: T tokens, H heads, D head dimension, C hidden size, P positions;
 from __future__ import annotations
 
 import inspect
-import math
 from functools import cache, partial
 from typing import Any
 
@@ -27,12 +26,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotary_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
     """(cos, sin) of every position's angles, each fp32 [P, D / 2], on the CPU: the same values for every device."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
-    frequencies, scaling = config.rope_theta**-exponents, config.rope_scaling
-    if scaling is not None:
-        waves = scaling.original_max_position * frequencies / (2 * math.pi)  # that fit into the original context
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = ((waves - low) / (high - low)).clamp(0.0, 1.0)
-        frequencies = frequencies * (kept + (1.0 - kept) / scaling.factor)
+    frequencies = config.rope_theta**-exponents
+    if config.rope_frequencies is not None:
+        frequencies = torch.tensor(config.rope_frequencies, dtype=torch.float64, device="cpu")
     angles = torch.outer(torch.arange(config.max_position, dtype=torch.float64, device="cpu"), frequencies)
     return angles.cos().float(), angles.sin().float()
 
