@@ -121,7 +121,7 @@ def test_two_ranks_that_die_are_replaced_and_give_the_identical_curve_also_when_
     assert sorted(each.name for each in made.iterdir()) == ["step-00000002", "step-00000003"]
     kept = ("--checkpoint-dir", str(tmp_path))
     shutil.copytree(made / "step-00000002", tmp_path / "step-00000002")
-    (tmp_path / "step-00000003").mkdir()  # without loop.json: never taken
+    (tmp_path / "partial-00000003").mkdir()  # never taken
     for other, text in (
         ((), "step-00000002' already; expected"),
         (("--resume", "--seed", "1"), "seed is '0'; expected '1'"),

@@ -1,7 +1,7 @@
 """Checkpoints of a run, in a folder that the loop and all trainers share. A run resumes from the newest complete one.
 
-A checkpoint is a folder `step-00000005` with the trainer's state, by torch.distributed.checkpoint, and `loop.json`,
-which gets its name when all is synced to disk: a folder without it is not complete.
+A checkpoint is a folder `step-00000005` with the trainer's state, by torch.distributed.checkpoint, and `loop.json`. It
+gets this name when all is synced to disk; before, it is `partial-00000005`.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ class Checkpoints:
             raise CheckpointError(f"there is {str(found)!r} already; expected a folder without, or --resume")
 
     def begin(self, step: int) -> Path:
-        """Make a folder for the trainer's state. Removes those that are not complete, and one of the same step."""
-        path = self._path(step)
-        for other in self.folder.glob("step-*"):
-            if other == path or other not in self._complete():
-                _remove(other)
+        """Make a folder for the trainer's state. Removes those that are not complete."""
+        for partial in self.folder.glob("partial-*"):
+            shutil.rmtree(partial)
+        path = self.folder / f"partial-{step:08d}"
         path.mkdir(parents=True)
         return path
 
@@ -58,18 +57,18 @@ class Checkpoints:
 
         `state`: the rest beside the trainer's, ready for JSON, with `step` and `settings`.
         """
-        path = self._path(state["step"])
-        if not (path / METADATA).is_file():
-            raise CheckpointError(f"{str(path)!r} has no state of a trainer; expected a folder that all nodes share")
-        with open(path / "partial", "w") as file:
+        partial, path = (self.folder / f"{name}-{state['step']:08d}" for name in ("partial", "step"))
+        if not (partial / METADATA).is_file():
+            raise CheckpointError(f"{str(partial)!r} has no state of a trainer; expected a folder that all nodes share")
+        with open(partial / _STATE, "w") as file:
             json.dump(state, file)
             file.flush()
             os.fsync(file.fileno())
-        (path / "partial").rename(path / _STATE)
-        _sync(path)
+        _sync(partial)
+        partial.rename(path)
         _sync(self.folder)
         for old in self._complete()[:-_KEPT]:
-            _remove(old)
+            shutil.rmtree(old)
         return path
 
     def latest(self) -> Path | None:
@@ -87,10 +86,7 @@ class Checkpoints:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error!r}; expected the file of a run") from error
 
     def _complete(self) -> list[Path]:
-        return sorted(path.parent for path in self.folder.glob(f"step-*/{_STATE}"))
-
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        return sorted(self.folder.glob("step-*"))
 
 
 def settings_of(recipe: Recipe) -> dict[str, str]:
@@ -98,12 +94,6 @@ def settings_of(recipe: Recipe) -> dict[str, str]:
     parts = {"recipe": vars(recipe), **{f"recipe.{name}": vars(getattr(recipe, name)) for name in _PARTS}}
     found = {f"{part}.{name}": repr(value) for part, values in parts.items() for name, value in values.items()}
     return {name: value for name, value in found.items() if name not in parts}
-
-
-def _remove(path: Path) -> None:
-    """One that is half removed is not complete."""
-    (path / _STATE).unlink(missing_ok=True)
-    shutil.rmtree(path)
 
 
 def _sync(folder: Path) -> None:
