@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ import memsaver
 from ..engine import Completion, Engine, SamplingParams
 from ..loop import EngineActor, TrainerActor
 from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
-from ..trainer.batch import MicroBatch
 from ..worker import Worker
 
 _POLL_S = 0.05
@@ -95,16 +94,16 @@ class CheckedTrainer(TrainerActor, Memory):
         of tokens. The ratio of the first update is 1 but for rounding.
         """
         trainer, cap, before = self.trainer, self.recipe.trainer.weight_cap, self.trainer.checksums()
-        forward, train_step = trainer._forward, trainer.train_step
-        patched: Any = trainer
+        train_step, patched = trainer.train_step, cast(Any, trainer)
 
-        def checked_step(batch: RankBatch, rate: float) -> StepMetrics:
+        def first_step(batch: RankBatch, rate: float) -> StepMetrics:
+            del patched.train_step
             if trainer.checksums() != before:
                 raise CheckError("moments are those of the last step: they changed before the first update")
             dealt = iter(trainer.deal(samples[:: self.recipe.minibatches]).micro_batches)
 
-            def checked_forward(part: MicroBatch, *rest: Any) -> Tensor:
-                output, own = forward(part, *rest), next(dealt)
+            def watch(_: Any, given: tuple[Any, ...], output: Tensor) -> None:
+                part, own = given[0], next(dealt)
                 weights_N = (part.behaviour_N.cpu() - own.behaviour_N).exp().clamp(max=cap)
                 ratio_N = (output[0].detach() - part.behaviour_N).exp().cpu()
                 expected_N = -own.advantages_N * weights_N * ratio_N * trainer.world_size / batch.num_targets
@@ -115,13 +114,9 @@ class CheckedTrainer(TrainerActor, Memory):
                         raise CheckError("gradients are those of the samples: they are not -advantage x weight")
 
                 output.register_hook(check)
-                return output
 
-            patched._forward = checked_forward
-            try:
+            with trainer.model.register_forward_hook(watch):
                 return train_step(batch, rate)
-            finally:
-                del patched._forward, patched.train_step
 
-        patched.train_step = checked_step
+        patched.train_step = first_step
         return super().train(samples, rate)
