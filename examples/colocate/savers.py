@@ -15,6 +15,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -39,6 +40,7 @@ class Resident(memsaver.Guest):
     """
 
     keeps_addresses = True
+    capture: Callable[..., AbstractContextManager[Any]] = torch.cuda.graph
     _graph_pool: Any = None
 
     def __init__(self, tag: str, device: str, backup: str = "none") -> None:
@@ -62,9 +64,6 @@ class Resident(memsaver.Guest):
         """A graph of CUDA, and the context that captures it. All of a tag share their memory."""
         graph, self._graph_pool = torch.cuda.CUDAGraph(), self._graph_pool or torch.cuda.graph_pool_handle()
         return graph, self.capture(graph, pool=self._graph_pool, stream=stream)
-
-    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.graph(graph, **options)
 
     def leave(self) -> None: ...
     def come_back(self) -> None: ...
@@ -114,6 +113,7 @@ class Tagged(Resident):
         self.saver = import_saver(device)
         self.saver.retain_cpu_backup = True  # else each pause pins its backup anew, which takes seconds
         super().__init__(tag, device, backup)
+        self.capture = partial(self.saver.cuda_graph, tag=tag, enable_cpu_backup=True)
 
     def __enter__(self) -> None:
         self._inside = self.saver.region(tag=self.name, enable_cpu_backup=self.backup == "host")
@@ -121,12 +121,6 @@ class Tagged(Resident):
 
     def __exit__(self, *raised: Any) -> None:
         self._inside.__exit__(*raised)
-
-    def capture(self, graph: Any, **options: Any) -> AbstractContextManager[Any]:
-        captured: AbstractContextManager[Any] = self.saver.cuda_graph(
-            graph, tag=self.name, enable_cpu_backup=True, **options
-        )
-        return captured
 
     def leave(self) -> None:
         self.is_active = False

@@ -84,9 +84,6 @@ class VllmEngine:
             if request.finish_reason is not None:
                 del self._running[output.request_id]
 
-    def settle(self) -> None:
-        """vLLM ends a step in flight by itself."""
-
     def drain(self) -> None:
         """Before a pause: drop the prefix cache, and put running requests back, to be computed anew later."""
         self._put_back += len(self._running)

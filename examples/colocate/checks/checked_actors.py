@@ -77,7 +77,6 @@ class CheckedEngine(EngineActor, Memory):
         had = [len(each.logprobs) for each in requests]
         while any(each.finish_reason is None for each in requests):
             self.engine.step()
-        self.engine.settle()
         return [(count, each.completion()) for count, each in zip(had, requests)]
 
     def set_random_state(self, states: Sequence[list[int]]) -> None:
