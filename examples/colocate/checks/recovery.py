@@ -13,7 +13,6 @@ from ray.exceptions import RayActorError
 
 from ..options import Options
 from ..recipes import Recipe
-from ..rollout import answers
 from ..task import Task
 from ..trainer import Sample, StepMetrics, TokenStatistics
 from .checked_loop import CheckedLoop
@@ -83,15 +82,13 @@ class RecoverableLoop(CheckedLoop):
         self.join(**tags)
 
     def call(self, role: str, method: str, *arguments: Any, **named: Any) -> list[Any]:
-        """In the drill, the last actor of the role dies while it works."""
+        """In the drill, the last actor of the role dies when its work begins."""
         kill = (role, self.steps_done + 1)
-        if kill not in self._kills or (role, method) not in _WORK:
-            return super().call(role, method, *arguments, **named)
-        self._kills.remove(kill)
-        calls = [getattr(actor, method).remote(*arguments, **named) for actor in self.actors[role]]
-        self.say(f"drill: killing {role} {len(calls) - 1} in step {self.steps_done + 1}")
-        ray.kill(self.actors[role][-1])
-        return answers(calls, f"{role}.{method}", self.options.answer_within)
+        if kill in self._kills and (role, method) in _WORK:
+            self._kills.remove(kill)
+            self.say(f"drill: killing the last {role} in step {self.steps_done + 1}")
+            ray.kill(self.actors[role][-1])
+        return super().call(role, method, *arguments, **named)
 
     def train(self, samples: Sequence[Sample]) -> tuple[StepMetrics, TokenStatistics]:
         """The trainers write their part of a checkpoint in their turn."""
