@@ -1,6 +1,7 @@
-"""Checksums of a region's contents, computed on its device: before a pause, and after the resume that restores them.
+"""Checksums of a region's contents, computed on its device.
 
-A sum covers the words of a row of 8 KiB. An exchange of words within a row does not change it.
+Those of rows of 8 KiB are compared before a pause and after the resume that restores the contents; those of blocks of
+8 MiB, with other processes.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from torch import Tensor
 from memsaver.errors import VerifyError
 from memsaver.regions import Ranges, Region, outside
 
-_ROW = 8192  # bytes with one checksum
+_ROW = 8192  # bytes of a row of words
 _MOST_NAMED = 20  # allocations in an error
 _WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
-_STEP = 1 << 30  # bytes at once: the sums take a thousandth of it on the device
-_AT_ONCE = 4  # blocks: fewer calls of kernels, and temporary device memory of about four times as much
+_AT_ONCE = 1 << 25  # bytes: fewer calls of kernels, and about four times as much temporary memory of the device
 # Odd numbers, the same in all processes and versions of Python.
 _numbers = random.Random("memsaver")
 _FACTORS = [[_numbers.getrandbits(64) - (1 << 63) | 1 for _ in range(_ROW // 8)] for _ in range(2)]
@@ -34,7 +34,7 @@ def record(region: Region, ranges: Ranges) -> None:
     """Computes and keeps the checksums of these ranges of a region that is mapped and unused."""
     _kept.pop(region, None)
     parts = region._core.segments(ranges)
-    _kept[region] = [(address, nbytes, _sums(region.device, address, nbytes)) for address, nbytes in parts]
+    _kept[region] = [(*each, _sums(region.device, [each], _ROW)) for each in parts]
 
 
 def forget_all() -> None:
@@ -53,7 +53,7 @@ def check(region: Region) -> None:
         at = bisect.bisect(segments, address, key=operator.itemgetter(0)) - 1
         if at < 0 or address >= sum(segments[at]):
             continue  # it was freed while the region was paused
-        differing = torch.nonzero(_sums(region.device, address, nbytes) != before)
+        differing = torch.nonzero((_sums(region.device, [(address, nbytes)], _ROW) != before).any(1))
         if differing.numel():
             found.append((address, nbytes, int(differing[0]) * _ROW, segments[at]))
     if not found:
@@ -73,33 +73,23 @@ def check(region: Region) -> None:
     )
 
 
-@torch.no_grad()
-def _sums(device: str, address: int, nbytes: int) -> Tensor:
-    """int64 [rows of 8 KiB, rounded up] on the CPU: the sum of each row's words; of the last row's bytes."""
-    with outside():
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        sums = []
-        for first in range(0, nbytes, _STEP):
-            some = bytes_at(device, address + first, min(_STEP, nbytes - first))
-            whole = some.numel() // _ROW * _ROW
-            sums.append(some[:whole].view(torch.int64).view(-1, _ROW // 8).sum(1).cpu())
-            if whole < some.numel():
-                sums.append(some[whole:].sum(dtype=torch.int64).reshape(1).cpu())
-        return torch.cat(sums)
-
-
-@torch.no_grad()
 def block_sums(device: str, parts: Ranges, block: int) -> list[int]:
-    """Two sums of 64 bits for each block of contents: the parts of a region, end to end. Its device has no work.
+    """Two sums of 64 bits for each block of contents: the parts of a region, end to end."""
+    return [number & _WORD for number in _sums(device, parts, block).flatten().tolist()]
+
+
+@torch.no_grad()
+def _sums(device: str, parts: Ranges, block: int) -> Tensor:
+    """int64 [blocks, 2] on the CPU: the sums of each block of contents, after the work of the device.
 
     Each word is folded and multiplied by an odd constant of its place in a row of 8 KiB. The sums of the rows are words
     of a second such row. So a change of one word always changes a sum.
     """
     with outside():
+        if device != "cpu":
+            torch.cuda.synchronize(device)
         factors = torch.tensor(_FACTORS, dtype=torch.int64).to(device)  # [2, words of a row]
-        found = [_block_sums(factors, pieces, block) for pieces in _contents(device, parts, _AT_ONCE * block)]
-        return [number & _WORD for number in torch.cat(found).flatten().tolist()]
+        return torch.cat([_block_sums(factors, pieces, block) for pieces in _contents(device, parts, _AT_ONCE)]).cpu()
 
 
 def _contents(device: str, parts: Ranges, most: int) -> Iterator[list[Tensor]]:

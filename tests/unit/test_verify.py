@@ -10,6 +10,7 @@ import torch
 
 import memsaver
 from memsaver._torch import checksums
+from memsaver.regions import Ranges
 from tests.support import MIB, Sweep
 
 ROW = 8192
@@ -120,10 +121,10 @@ def test_next_transition_waits_for_the_comparison(tag: str, monkeypatch: pytest.
     states = []
     original = checksums._sums
 
-    def watched(device: str, address: int, nbytes: int) -> torch.Tensor:
+    def watched(device: str, parts: Ranges, block: int) -> torch.Tensor:
         time.sleep(0.05)
         states.append(region.state)
-        return original(device, address, nbytes)
+        return original(device, parts, block)
 
     region.pause()
     monkeypatch.setattr(checksums, "_sums", watched)
