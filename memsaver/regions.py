@@ -432,59 +432,17 @@ class Region:
     def __enter__(self) -> Region:
         self._check_own("be entered")
         self._arrive()
-        torch = adapter()
-        torch.enter(self)
-        try:
-            _entries.begin(self)
-            return self
-        except BaseException:  # an interrupt
-            torch.leave(self, None)
-            raise
+        adapter().enter(self)
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        is_clean = _entries.end(self)
         adapter().leave(self, error)
-        if error is not None:
-            return
-        if not is_clean:
-            raise Error(
-                f"region {self.tag!r} was entered during an await, so other coroutines may have allocated in it: "
-                "expected a with statement without await, such as one in a function that the coroutine calls"
-            )
 
     def __repr__(self) -> str:
         state = "closed" if self._handle.closed else self.state
         return f"<memsaver.Region {self.tag!r} on {self.device}, backup={self.backup!r}, {state}>"
 
 
-class _Entries(threading.local):
-    """The with statements of this thread inside an event loop: no other coroutine may run in them.
-
-    If the coroutine awaits in the with statement, the loop calls the function that ``call_soon()`` got before its end.
-    """
-
-    def __init__(self) -> None:
-        self._open: list[tuple[Region, list[None], Any]] = []
-
-    def begin(self, region: Region) -> None:
-        asyncio = sys.modules.get("asyncio")
-        loop = None if asyncio is None else asyncio._get_running_loop()
-        if loop is not None:
-            awaited: list[None] = []
-            self._open.append((region, awaited, loop.call_soon(awaited.append, None)))
-
-    def end(self, region: Region) -> bool:
-        """Ends the newest entry of the region. Returns whether nothing was awaited in it."""
-        for at in reversed(range(len(self._open))):
-            found, awaited, handle = self._open[at]
-            if found is region:
-                del self._open[at]
-                handle.cancel()
-                return not awaited
-        return True
-
-
-_entries = _Entries()
 _registry = threading.RLock()  # held while _regions changes, and while a region is closed; before the core's locks
 _regions: dict[tuple[str, str], Region] = {}  # by tag and device
 
@@ -558,7 +516,8 @@ def region(
     derived = backup if isinstance(backup, Derived) else None
     if backup is not None and derived is None:
         check_backup(backup)
-    for option, flag in (("frozen", frozen), ("one_handle", one_handle), ("written_in_use", written_in_use)):
+    flags = {"frozen": frozen, "one_handle": one_handle, "written_in_use": written_in_use}
+    for option, flag in flags.items():
         if flag is not None and not isinstance(flag, bool):
             raise TypeError(f"{option} is {flag!r}, expected True or False")
     if same_as is not None:
@@ -583,15 +542,8 @@ def region(
         if common is not None:
             found.same_as, found._common = same_as, common
         observe_captures(name)
-    for option, given, has in (
-        ("backup", backup, found.backup),
-        ("frozen", frozen, found.frozen),
-        ("fill", fill, found.fill),
-        ("one_handle", one_handle, found.one_handle),
-        ("written_in_use", written_in_use, found.written_in_use),
-        ("same_as", same_as, found.same_as),
-    ):
-        if given is not None and given != has:
+    for option, given in {**flags, "backup": backup, "fill": fill, "same_as": same_as}.items():
+        if given is not None and given != (has := getattr(found, option)):
             raise ValueError(f"{option} is {given!r}, but region {tag!r} was made with {has!r}")
     return found
 
@@ -638,8 +590,9 @@ def tags_of(regions: Iterable[Any], guests: Iterable[str] = ()) -> tuple[str, ..
 class Chosen:
     """The regions of one side of a transition, and the tags of guests that move beside them."""
 
-    def __init__(self, regions: Sequence[Region] = (), guests: Set[str] = frozenset()) -> None:
-        self.regions, self.guests, self.tags = regions, guests, tags_of(regions, guests)
+    def __init__(self, regions: Iterable[Region] = (), guests: Set[str] = frozenset()) -> None:
+        self.regions, self.guests = list(regions), guests
+        self.tags = tags_of(self.regions, guests)
 
 
 NOTHING = Chosen()
@@ -678,16 +631,16 @@ def known_tags(every: Iterable[Region] | None = None) -> set[str]:
     return {each.tag for each in (all_regions() if every is None else every)} | _guests.tags()
 
 
-def find(tags: Selection, name: str = "tags") -> list[Region]:
-    """The regions that a selection names, in the order in which they were made. None selects all regions.
+def choose(tags: Selection, name: str = "tags") -> Chosen:
+    """The regions that a selection names, in the order in which they were made, and the tags of guests in it.
 
-    A tag of guests may have no region. Raises ValueError for any other tag without one, TypeError for a value that is
-    not a selection, and memsaver.Error for a closed region and in a forked child. Another thread may close regions that
-    are returned.
+    None selects all. A tag of guests may have no region. Raises ValueError for any other tag without one, TypeError for
+    a value that is not a selection, and memsaver.Error for a closed region and in a forked child. Another thread may
+    close regions that are returned.
     """
     regions = all_regions()
     if tags is None:
-        return regions
+        return Chosen(regions, _guests.tags())
     parts = selected(tags, name)
     known = known_tags(regions)
     for each in parts:
@@ -696,15 +649,13 @@ def find(tags: Selection, name: str = "tags") -> list[Region]:
         elif each not in known:
             raise ValueError(f"there is no region {each!r}; there are {', '.join(map(repr, sorted(known))) or 'none'}")
     wanted = set(parts)
-    return [each for each in regions if each.tag in wanted or each in wanted]
+    found = [each for each in regions if each.tag in wanted or each in wanted]
+    return Chosen(found, _guests.tags().intersection(part for part in parts if isinstance(part, str)))
 
 
-def choose(tags: Selection, name: str = "tags") -> Chosen:
-    """The regions that a selection names, and the tags of guests in it. None selects all. Raises as find() does."""
-    if tags is None:
-        return Chosen(find(None), _guests.tags())
-    parts = selected(tags, name)
-    return Chosen(find(parts, name), _guests.tags().intersection(part for part in parts if isinstance(part, str)))
+def find(tags: Selection, name: str = "tags") -> list[Region]:
+    """The regions of ``choose()``."""
+    return choose(tags, name).regions
 
 
 def outside() -> AbstractContextManager[None]:

@@ -364,10 +364,9 @@ def trim(tags: Selection = None, *, timeout: float | None = None) -> None:
         >>> kv.allocated_bytes >> 20, kv.mapped_bytes >> 20  # MiB: the chunk with `kept` stays whole
         (16, 32)
     """
-    bound = Bounds(timeout).timeout
-    deadline = None if bound is None else time.monotonic() + bound
+    bounds, since = Bounds(timeout), time.monotonic()
     chosen = active(find(tags))
     if (torch := loaded()) is not None:
         torch.trim(chosen)
     for each in chosen:
-        each._handle.release_unused(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        each._handle.release_unused(bounds.left(since).timeout)

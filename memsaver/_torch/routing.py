@@ -39,13 +39,29 @@ class Life:
     """An object of one thread, which goes away with the thread."""
 
 
+class Entry:
+    """A with statement of a region, or of outside(): None. Inside an event loop no other coroutine may run in it.
+
+    If the coroutine awaits in it, the loop calls the function that ``call_soon()`` got before its end.
+    """
+
+    def __init__(self, region: Region | None) -> None:
+        self.region = region
+        self.awaited: list[None] = []
+        asyncio = sys.modules.get("asyncio")
+        loop = None if asyncio is None or region is None else asyncio._get_running_loop()
+        self.ends: Callable[[], object] = lambda: None
+        if loop is not None:
+            self.ends = loop.call_soon(self.awaited.append, None).cancel
+
+
 class Inside:
     """The regions that one thread has entered, innermost last (None: outside), and the pools of its allocations."""
 
     def __init__(self, life: Life) -> None:
         self.life = weakref.ref(life)
         self.ident = threading.get_ident()  # a new thread may have the number of one that has ended
-        self.entered: list[Region | None] = []
+        self.entered: list[Entry] = []
         self.pools: dict[Region, torch.cuda.MemPool] = {}  # lent to this thread
         self.routed: dict[torch.device, torch.cuda.MemPool] = {}
         self.refusing: dict[torch.device, torch.cuda.MemPool] = {}
@@ -54,12 +70,17 @@ class Inside:
     def innermost(self) -> dict[str, Region]:
         """The region that allocations on each device go to."""
         found: dict[str, Region] = {}
-        for region in self.entered:
-            if region is None:
+        for each in self.entered:
+            if each.region is None:
                 found.clear()
             else:
-                found[region.device] = region
+                found[each.region.device] = each.region
         return found
+
+    @property
+    def regions(self) -> list[Region]:
+        entered = list(self.entered)  # its thread changes it without a lock
+        return [each.region for each in entered if each.region is not None]
 
 
 class Thread(threading.local):
@@ -107,12 +128,17 @@ class Router:
             raise
 
     def leave(self, region: Region, error: BaseException | None) -> None:
-        if region not in self.thread.entered:
+        if region not in self.thread.regions:
             text = "this thread is not inside it; leave it in the thread that entered it"
             raise Error(f"region {region.tag!r} cannot be left: {text}")
-        self._pop(region)
+        left = self._pop(region)
         self.refresh()
         reason = _core.take_allocation_error()
+        if left.awaited and error is None:
+            raise Error(
+                f"region {region.tag!r} was entered during an await, so other coroutines may have allocated in it: "
+                "expected a with statement without await, such as one in a function that the coroutine calls"
+            )
         if not isinstance(error, torch.OutOfMemoryError):
             return
         if reason:
@@ -136,17 +162,20 @@ class Router:
 
     def _push(self, region: Region | None) -> None:
         thread = self.thread
-        thread.entered.append(region)
+        thread.entered.append(Entry(region))
         with self._lock:
             self._inside[id(thread)] = thread
 
-    def _pop(self, region: Region | None) -> None:
+    def _pop(self, region: Region | None) -> Entry:
         """Removes the newest entry of this region: others may be newer, as with regions that overlap in coroutines."""
         thread = self.thread
-        del thread.entered[len(thread.entered) - 1 - thread.entered[::-1].index(region)]
+        left = next(each for each in reversed(thread.entered) if each.region is region)
+        thread.entered.remove(left)
+        left.ends()
         if not thread.entered:
             with self._lock:
                 self._inside.pop(id(thread), None)
+        return left
 
     def _end_ended(self) -> None:
         """Takes threads that have ended out of the regions that they have not left, and ends torch's routes of them.
@@ -156,7 +185,7 @@ class Router:
         with self._lock:
             ended = [self._inside.pop(key) for key in [key for key, each in self._inside.items() if not each.life()]]
         for each in ended:
-            tags = ", ".join(repr(region.tag) for region in each.entered if region is not None)
+            tags = ", ".join(repr(region.tag) for region in each.regions)
             log.warning("thread %d has ended inside %s: it counts as having left", each.ident, tags or "outside()")
             for device, pool in each.routed.items():
                 try:
@@ -174,7 +203,7 @@ class Router:
         One pool at a time: torch versions differ in which of two routed pools wins.
         """
         thread = self.thread
-        entered = [region for region in thread.entered if region is not None]
+        entered = thread.regions
         on_host = any(region.device == "cpu" for region in entered)
         self._set_mode("host", on_host, partial(HostMode, self._allocate_on_host))
         wanted = {
@@ -314,7 +343,7 @@ class Router:
             for inside in self._inside.values():
                 if inside.ident == thread:
                     continue
-                for held in filter(None, list(inside.entered)):  # its thread changes it without the lock
+                for held in inside.regions:
                     if held in regions:
                         raise Error(
                             f"region {held.tag!r} cannot be {purpose}: {_thread(inside.ident)} is inside it; "
