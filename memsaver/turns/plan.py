@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from memsaver import policies
 from memsaver.policies import READERS_S, Bounds, ByRole, TurnBackup, TurnLazy, TurnRestore, listed, several, those_of
@@ -52,6 +52,23 @@ class TurnOptions:
         return {"restore": restore, "timeout": bounds.timeout, "memory_timeout": wait}
 
 
+class Part(NamedTuple):
+    """The tags of a role that move in the turn into a phase: at once, or (lingering, late) during its work."""
+
+    leaving: list[str]
+    lingering: list[str]
+    resident: list[str]
+    late: list[str]
+
+    @property
+    def pauses(self) -> list[str]:
+        return [*self.leaving, *self.lingering]
+
+    @property
+    def resumes(self) -> list[str]:
+        return [*self.resident, *self.late]
+
+
 class Plan:
     """The checked arguments of a group. ``roles``: those with members; None: they are not known.
 
@@ -76,26 +93,12 @@ class Plan:
         given = {"backup": backup, "restore": restore, "lazy": lazy}
         self.values = {option: self._by_phase(option, by_phase) for option, by_phase in given.items()}
 
-    def moves(self, name: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """The tags that pause, and the tags that resume, by role. In the background, too."""
-        if name not in self.phases:
-            raise ValueError(f"there is no phase {name!r}; there are {listed(self.phases)}")
-        coming = {role: self._part(name, role, "resident", "late") for role in self.roles}
-        leaving: dict[str, list[str]] = {}
-        for role, staying in coming.items():
-            named = dict.fromkeys(tag for phase in self.phases for tag in self._part(phase, role, *_PARTS))
-            leaving[role] = [tag for tag in named if tag not in set(staying)]
-        return leaving, coming
-
-    def background(self, name: str) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-        """Of moves(), the tags that move while the work of the phase goes on."""
-        parts = ("lingering", "late")
-        lingering, late = ({role: self._part(name, role, part) for role in self.roles} for part in parts)
-        return lingering, late
-
-    def _part(self, name: str, role: str, *parts: str) -> list[str]:
-        found = self.phases[name].get(role, {})
-        return [tag for part in parts for tag in found.get(part, ())]
+    def part(self, name: str, role: str) -> Part:
+        parts = [phase.get(role, {}) for phase in self.phases.values()]
+        resident, late, lingering = (self.phases[name].get(role, {}).get(part, []) for part in _PARTS)
+        named = dict.fromkeys(tag for each in parts for part in _PARTS for tag in each.get(part, ()))
+        others = {*resident, *late, *lingering}
+        return Part([tag for tag in named if tag not in others], lingering, resident, late)
 
     def options(
         self,
@@ -108,9 +111,11 @@ class Plan:
         reader_timeout: float = READERS_S,
     ) -> TurnOptions:
         """The checked options of a turn that begins now."""
-        moves, bounds = self.moves(name), Bounds(timeout, memory_timeout, reader_timeout)
+        if name not in self.phases:
+            raise ValueError(f"there is no phase {name!r}; there are {listed(self.phases)}")
+        bounds = Bounds(timeout, memory_timeout, reader_timeout)
         values = {
-            option: policies.joined(self.values[option].get(name, {}), _checked_values(option, given, moves))
+            option: policies.joined(self.values[option].get(name, {}), self._checked(option, given, name))
             for option, given in (("backup", backup), ("restore", restore), ("lazy", lazy))
         }
         return TurnOptions(bounds, values, time.monotonic())
@@ -123,15 +128,13 @@ class Plan:
             if name not in self.phases:
                 raise ValueError(f"{option} names the phase {name!r}, expected one of {listed(self.phases)}")
         return {
-            name: _checked_values(option, each, self.moves(name), f" in phase {name!r}")
-            for name, each in dict(given or {}).items()
+            name: self._checked(option, each, name, f" in phase {name!r}") for name, each in dict(given or {}).items()
         }
 
-
-def _checked_values(option: str, given: Any, moves: tuple[dict[str, list[str]], ...], place: str = "") -> ByRole:
-    """``moves``: the tags that pause, and the tags that resume, by role."""
-    leaving, coming = moves
-    return policies.of_turn(option, given, coming if option == "restore" else leaving, place)
+    def _checked(self, option: str, given: Any, name: str, place: str = "") -> ByRole:
+        parts = {role: self.part(name, role) for role in self.roles}
+        moves = {role: part.resumes if option == "restore" else part.pauses for role, part in parts.items()}
+        return policies.of_turn(option, given, moves, place)
 
 
 def _checked_phases(phases: Phases, roles: Collection[str] | None) -> dict[str, dict[str, dict[str, list[str]]]]:

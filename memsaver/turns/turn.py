@@ -81,11 +81,9 @@ class RunningTurn:
     def __init__(self, turns: Turns, phase: str, options: TurnOptions) -> None:
         self._crew, self._unwritten = turns.crew, turns.unwritten
         self._phase, self._options = phase, options
-        pauses, self._resumes = turns.plan.moves(phase)
-        self._lingering, self._late = turns.plan.background(phase)
-        self._pauses = {role: _without(tags, self._lingering[role]) for role, tags in pauses.items()}
-        self._pausing = [rank for rank in self._crew.ranks if self._pauses.get(rank.role)]
-        self._resuming = [rank for rank in self._crew.ranks if self._now(rank)]
+        self._parts = {rank: turns.plan.part(phase, rank.role) for rank in self._crew.ranks}
+        self._pausing = [rank for rank, part in self._parts.items() if part.leaving]
+        self._resuming = [rank for rank, part in self._parts.items() if part.resident]
         self._prepared: list[Rank] = []  # ranks that may have a prepared pause
         self._has_failed = False
         self._begin = time.perf_counter()
@@ -108,21 +106,19 @@ class RunningTurn:
 
     def _check_written(self) -> None:
         failures: list[Failure] = []
-        for rank in self._crew.ranks:
+        for rank, part in self._parts.items():
             unwritten = self._unwritten.get(rank, set()).difference(self._unrestored(rank))
-            tags = [tag for tag in self._resumes.get(rank.role, ()) if tag in unwritten]
-            if tags:
+            if tags := [tag for tag in part.resumes if tag in unwritten]:
                 why = "the phase that was to write them failed"
                 failures.append((rank, _without_contents(tags, why), "prepare to resume"))
         self._check(failures)
 
     def _prepare(self) -> dict[Rank, Ready]:
         calls: dict[Rank, Call] = {}
-        for rank in self._crew.ranks:
-            pauses, resumes = self._pauses.get(rank.role, []), self._resumes.get(rank.role, [])
-            if pauses or resumes:
-                options = self._options.of_pauses(rank.role, pauses)
-                calls[rank] = Call("colocated_prepare", (pauses, resumes), options)
+        for rank, part in self._parts.items():
+            if part.leaving or part.resumes:
+                options = self._options.of_pauses(rank.role, part.leaving)
+                calls[rank] = Call("colocated_prepare", (part.leaving, part.resumes), options)
         self._prepared = [rank for rank in calls if rank in self._pausing]
         ready = self._call(calls, self._options.until)
         failures = [
@@ -176,42 +172,37 @@ class RunningTurn:
     def _to_resume(self, handover: bool) -> Calls:
         """The calls that resume. Contents with ``restore=False`` count as not written until ``Turns.enter()`` ends."""
         calls: dict[Rank, Call] = {}
-        for rank in self._crew.ranks:
+        for rank, part in self._parts.items():
             if unrestored := self._unrestored(rank):
                 self._unwritten[rank] = self._unwritten.get(rank, set()).union(unrestored)
-            if tags := self._now(rank):
+            if tags := part.resident:
                 calls[rank] = Call("resume", (tags,), self._options.of_resumes(rank.role, tags, handover))
         return calls
 
     def _to_move_later(self) -> Calls:
         calls: dict[Rank, Call] = {}
-        for rank in self._crew.ranks:
-            pauses, resumes = self._lingering.get(rank.role, []), self._late.get(rank.role, [])
-            if pauses or resumes:
-                of_pauses = self._options.of_pauses(rank.role, pauses)
-                of_resumes = self._options.of_resumes(rank.role, resumes, True)
+        for rank, part in self._parts.items():
+            if part.lingering or part.late:
+                of_pauses = self._options.of_pauses(rank.role, part.lingering)
+                of_resumes = self._options.of_resumes(rank.role, part.late, True)
                 options = {**of_pauses, **of_resumes, "phase": self._phase}
-                calls[rank] = Call("colocated_background", (pauses, resumes), options)
+                calls[rank] = Call("colocated_background", (part.lingering, part.late), options)
         return calls
 
     def _has_source(self, rank: Rank, tag: str, source: str, state: str) -> bool:
         """Whether a source has contents when the derived tag resumes. ``state``: see ``Ready.derived``."""
-        late, coming = self._late.get(rank.role, ()), self._resumes.get(rank.role, ())
-        if source in self._pauses.get(rank.role, ()) or source in self._lingering.get(rank.role, ()):
+        part = self._parts[rank]
+        if source in part.pauses:
             return False
-        comes = source in coming and (source not in late or tag in late)
+        comes = source in part.resident or (source in part.late and tag in part.late)
         return state == "active" or (state == "kept" and comes and self._options.restores(rank.role, source))
-
-    def _now(self, rank: Rank) -> list[str]:
-        """The tags that resume before the turn ends."""
-        return _without(self._resumes.get(rank.role, ()), self._late.get(rank.role, ()))
 
     def _call(self, calls: Calls, until: float | None) -> Answers:
         return self._crew.call(calls, until=until)[0] if calls else Answers()
 
     def _unrestored(self, rank: Rank) -> list[str]:
         """The tags that are resident in the phase with ``restore=False``."""
-        return [tag for tag in self._resumes.get(rank.role, ()) if not self._options.restores(rank.role, tag)]
+        return [tag for tag in self._parts[rank].resumes if not self._options.restores(rank.role, tag)]
 
     def _pause_again(self, resumed: Answers) -> None:
         """Pauses the ranks that resumed, so that ranks that wait for each other's memory can all try again.
@@ -241,7 +232,8 @@ class RunningTurn:
         failed, cause, verb = min(failures, key=lambda failure: failure[0] not in dead)
         report = self._crew.report
         doing = {rank: f"; it {each}" for rank, each in report.doing.items()}
-        tags = (self._resumes if verb.endswith("resume") else self._pauses)[failed.role] or self._lingering[failed.role]
+        part = self._parts[failed]
+        tags = (part.resumes if verb.endswith("resume") else part.leaving) or part.lingering
         text = f"{failed} could not {verb} {', '.join(map(repr, tags))}: "
         text += f"{failed.described(cause)}{doing.get(failed, '')}"
         others = {rank: error for rank, error, _ in failures if rank is not failed}
@@ -289,7 +281,7 @@ class Turns:
         for rank in self.crew.ranks:
             overwritten = set(turn.unrestored.get(rank.role, ()))
             after.get(rank, set()).difference_update(overwritten)
-            for tag in self.plan.moves(phase)[1].get(rank.role, ()):
+            for tag in self.plan.part(phase, rank.role).resumes:
                 if tag in overwritten:
                     writers[rank, tag] = self._number
                 else:  # a phase that uses the contents: the turn that was to write them has done so
@@ -313,10 +305,6 @@ class Turns:
         for (rank, tag), writer in self._writers.items():
             if writer == number:
                 self.unwritten.setdefault(rank, set()).add(tag)
-
-
-def _without(tags: Sequence[str], others: Sequence[str]) -> list[str]:
-    return [tag for tag in tags if tag not in others]
 
 
 def _without_contents(tags: Sequence[str], why: str) -> BackupError:
