@@ -88,7 +88,7 @@ __all__ = [
 _core.set_error_factory(errors.make)
 
 
-config.from_environment_of_import()
+config.from_environment()
 atexit.register(_core.stop_background)
 logging.getLogger("memsaver").addHandler(logging.NullHandler())  # without it logging prints warnings
 try:  # before the interpreter joins its threads

@@ -37,7 +37,7 @@ def _wrong(option: str, value: object, expected: str) -> ConfigError:
     return ConfigError(f"{option} is {value!r}, expected {expected}", option=option, value=value)
 
 
-def parse_size(value: Any, option: str) -> int:
+def parse_size(value: Any, option: str, expected: str = _SIZE) -> int:
     """Bytes from an integer or a string such as ``"64GiB"``, ``"1.5 G"`` or ``"512MB"``, up to 1 EiB.
 
     Units are powers of 1024, in upper or lower case. A number without a unit is bytes. A fraction of a byte is cut off.
@@ -52,7 +52,7 @@ def parse_size(value: Any, option: str) -> int:
             nbytes = int(Fraction(match[1]) * _UNITS[match[2].lower()])
             if nbytes <= _LARGEST:
                 return nbytes
-    raise _wrong(option, value, _SIZE)
+    raise _wrong(option, value, expected)
 
 
 def _pages(value: Any, option: str) -> int | None:
@@ -66,25 +66,18 @@ def _pages(value: Any, option: str) -> int | None:
 
 
 def _limit(value: Any, option: str) -> int | None:
-    if value in (None, "auto"):
-        return None
-    try:
-        return parse_size(value, option)
-    except ConfigError:
-        raise _wrong(option, value, f"'auto', {_SIZE}") from None
+    return None if value in (None, "auto") else parse_size(value, option, f"'auto', {_SIZE}")
 
 
-def _switch(value: Any, option: str) -> bool:
+def _switch(value: Any, option: str, expected: str = "True or False") -> bool:
     found = _SWITCH.get(value.lower()) if isinstance(value, str) else value
     if not isinstance(found, bool):
-        raise _wrong(option, value, "True or False (in the environment also 1, on, 0 or off)")
+        raise _wrong(option, value, f"{expected} (in the environment also 1, on, 0 or off)")
     return found
 
 
 def _lazy(value: Any, option: str) -> bool | str:
-    with suppress(ConfigError):
-        return "copy" if value == "copy" else _switch(value, option)
-    raise _wrong(option, value, "True, False or 'copy' (in the environment also 1, on, 0 or off)")
+    return "copy" if value == "copy" else _switch(value, option, "True, False or 'copy'")
 
 
 def parse_seconds(value: Any, option: str) -> float:
@@ -291,20 +284,23 @@ def _set(given: dict[str, Any], source: Callable[[Option], str]) -> None:
 def from_environment() -> None:
     """Applies the variables ``MEMSAVER_<OPTION>``. Those that begin with ``MEMSAVER_TEST_`` belong to tests.
 
-    Warns of variables that name no option. Raises ConfigError for a wrong value, and then nothing has changed.
+    Warns of variables that name no option. Raises ConfigError for a wrong value, and then nothing has changed. In the
+    command ``memsaver``, whose code is part of the package and so cannot catch it, SystemExit has it in one line.
     """
     variables = {option.variable: option for option in OPTIONS.values()}
     mine = sorted(name for name in os.environ if name.startswith("MEMSAVER_") and name[9:14] != "TEST_")
     if texts := [
         f"there is no variable {name}; {_variable(name, variables)}" for name in mine if name not in variables
     ]:
-        warnings.warn("; ".join(texts), RuntimeWarning, stacklevel=4)  # the import of memsaver
+        warnings.warn("; ".join(texts), RuntimeWarning, stacklevel=3)  # the import of memsaver
     given = {option.name: os.environ[name] for name, option in variables.items() if name in os.environ}
     try:
         _set(given, lambda option: option.variable)
     except ConfigError as error:
         if error.option in given:
             error.args = (f"{error}; it comes from {OPTIONS[error.option].variable} in the environment",)
+        if _is_command():
+            raise SystemExit(f"memsaver: {error}") from None
         raise
 
 
@@ -312,20 +308,6 @@ def _variable(name: str, known: Iterable[str]) -> str:
     # Without the prefix, which makes all names similar.
     hint = _hint(name.removeprefix("MEMSAVER_"), {each.removeprefix("MEMSAVER_"): each for each in known})
     return hint or f"there are {', '.join(known)}"
-
-
-def from_environment_of_import() -> None:
-    """``from_environment()`` at the import of the package.
-
-    The code of the command ``memsaver`` is part of the package, so it could not catch the error: SystemExit has it in
-    one line.
-    """
-    try:
-        from_environment()
-    except ConfigError as error:
-        if _is_command():
-            raise SystemExit(f"memsaver: {error}") from None
-        raise
 
 
 def _is_command() -> bool:
