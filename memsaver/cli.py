@@ -287,7 +287,7 @@ def _touched(as_json: bool) -> int:
 def _doctor(options: argparse.Namespace) -> int:
     found = doctor.examine()
     if options.json:
-        print(json.dumps([dataclasses.asdict(each) for each in found]))
+        print(json.dumps(found, default=dataclasses.asdict))
     else:
         print("\n".join(doctor.lines(found)))
     return doctor.exit_status(found)
@@ -356,15 +356,12 @@ def _top(options: argparse.Namespace) -> int:
         paths = _paths(options.device)
     except BrokerError as error:
         note = str(error)
-    pools = []
-    for path in paths:
-        status = caller.status(path)
-        pools.append({**status, "ledger": dataclasses.asdict(ledger.of_pool(status))})
+    pools = [{**status, "ledger": ledger.of_pool(status)} for status in map(caller.status, paths)]
     devices = [_figures(name) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
     if options.json:
         if note:
             print(f"memsaver: {note}", file=sys.stderr)
-        print(json.dumps({"pools": pools, "devices": devices}))
+        print(json.dumps({"pools": pools, "devices": devices}, default=dataclasses.asdict))
         return 0
     parts = [*([[note]] if note else []), *map(_lines, [*pools, *devices])]
     print("\n\n".join("\n".join(part) for part in parts))
@@ -385,8 +382,7 @@ def _figures(name: str) -> dict[str, Any]:
     """A device without a pool, by the driver's figures."""
     memory = _memory(name)
     account = ledger.of_device(memory.used_bytes(), memory.holdings(), memory.lists_all())
-    sizes = {"uuid": memory.uuid(), "total_bytes": memory.total_bytes()}
-    return {"device": name, **sizes, "ledger": dataclasses.asdict(account)}
+    return {"device": name, "uuid": memory.uuid(), "total_bytes": memory.total_bytes(), "ledger": account}
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
@@ -402,9 +398,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def _table(account: dict[str, Any], clients: list[dict[str, Any]], total: int) -> list[str]:
+def _table(account: ledger.Ledger, clients: list[dict[str, Any]], total: int) -> list[str]:
     """The memory in use on a device, by process and kind. Regions of clients are shown with their backups."""
-    rows = [ledger.LedgerRow(**each) for each in account["rows"]]
     parts: dict[tuple[int | None, str], list[tuple[str, str]]] = {}
     any_waits = any(client["waiting"] for client in clients)
     for client in clients:
@@ -414,10 +409,10 @@ def _table(account: dict[str, Any], clients: list[dict[str, Any]], total: int) -
             since = f" since {region['paused_s']} s" if region["state"] == "paused" else ""
             part.append((f"region {region['tag']} ({region['state']}{since}){kept}", gib(region["mapped_bytes"])))
     reported = {client["pid"] for client in clients if client["regions"]}
-    for row in rows:
+    for row in account.rows:
         if row.kind != "region" or row.pid not in reported:
             parts.setdefault((row.pid, row.name), []).append((ledger.described(row), gib(row.bytes)))
-    used = account["used_bytes"]
+    used = account.used_bytes
     width = max([20, *(min(len(name), _WIDEST_NAME) for _, name in parts)])
     free = "" if used is None else f", free {gib(max(0, total - used))}"
     lines = [f"  in use on the device: {'unknown' if used is None else gib(used)} of {gib(total)}{free}"]

@@ -140,30 +140,26 @@ class DefaultPools:
         memory too: an earlier transition may resume them before the pause. Raises Error during a capture: no pause is
         possible then, and one that began all the same would leave threads there.
         """
-        pause = object()
-        self._expected[pause] = frozenset(region._index for region in self.among(regions))
-
+        pause, mine = object(), self.among(regions)
+        self._expected[pause] = frozenset(region._index for region in mine)
         end = partial(self._expected.pop, pause, None)
         try:
-            self._move_threads_away(regions)
+            with self._lock:
+                for region in mine:
+                    index = region._index
+                    if region.state not in ("active", "pausing") or side_pools.has_begun(index):
+                        continue
+                    if _core.capturing():
+                        raise Error(
+                            f"region {region.tag!r}, torch's default pool, cannot be paused: a CUDA graph is being "
+                            "captured; end the capture first"
+                        )
+                    empty_cache()  # free blocks would leave and come back
+                    side_pools.begin(index, plain_allocator())
         except BaseException:
             end()  # else threads would never move back
             raise
         return end
-
-    def _move_threads_away(self, regions: Sequence[Region]) -> None:
-        with self._lock:
-            for region in self.among(regions):
-                index = region._index
-                if region.state not in ("active", "pausing") or side_pools.has_begun(index):
-                    continue
-                if _core.capturing():
-                    raise Error(
-                        f"region {region.tag!r}, torch's default pool, cannot be paused: a CUDA graph is being "
-                        "captured; end the capture first"
-                    )
-                empty_cache()  # free blocks would leave and come back
-                side_pools.begin(index, plain_allocator())
 
     def move_threads_back(self) -> None:
         with self._lock:

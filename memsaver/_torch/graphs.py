@@ -161,7 +161,6 @@ def graph(
     pool: Any = adapter().pool(home).id
     device = torch.device(home.device)
     before = torch.cuda.current_stream(device)
-    completed = False
     try:
         with (
             regions.outside(),
@@ -171,10 +170,9 @@ def graph(
             torch.cuda.graph(cuda_graph, pool=pool, stream=stream, capture_error_mode=capture_error_mode),
         ):
             yield
-        completed = True
-    finally:
-        if not completed:
-            _clean_up(device, before)
+    except BaseException:
+        _clean_up(device, before)
+        raise
     cuda_graph._add_needs(needed)
 
 
