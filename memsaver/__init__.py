@@ -28,7 +28,6 @@ except ImportError as error:
 from memsaver import _adapter, config, errors  # noqa: E402
 from memsaver._guests import Guest, register, unregister  # noqa: E402
 from memsaver._results import history  # noqa: E402
-from memsaver._torch.backups import cpu_backup, release_host_memory  # noqa: E402
 from memsaver.config import configure  # noqa: E402
 from memsaver.errors import (  # noqa: E402
     AttachedError,
@@ -49,7 +48,7 @@ from memsaver.errors import (  # noqa: E402
 )
 from memsaver.figures import stats  # noqa: E402
 from memsaver.policies import Derived  # noqa: E402
-from memsaver.regions import Region, capturing, outside, region  # noqa: E402
+from memsaver.regions import Region, capturing, cpu_backup, outside, region, release_host_memory  # noqa: E402
 from memsaver.transitions import (  # noqa: E402
     Transition,
     TransitionFuture,

@@ -11,14 +11,13 @@ from typing import Any, Final
 import torch
 
 from memsaver import _core, transitions
-from memsaver._torch.backups import cpu_backup
 from memsaver._torch.graphs import check_registration
 from memsaver.broker import pool_client
 from memsaver.drop_in.tms import check_passes
 from memsaver.drop_in.tms.library import Settings
 from memsaver.drop_in.tms.regions import DefaultPool, Retained, saver_regions
 from memsaver.drop_in.tms.routing import PreloadRouting, TorchRouting, set_disk_dir, set_initial_disk_dir
-from memsaver.regions import Region, owning
+from memsaver.regions import Region, cpu_backup, owning
 
 HOOK_MODES: Final = ("preload", "torch")
 _BACKENDS = (None, "pinned", "mmap")
