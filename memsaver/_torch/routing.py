@@ -329,7 +329,9 @@ class Router:
         """The allocations of torch in the region, those of graphs apart. None: it has no pool of torch."""
         with self._lock:
             pools = self._pools.get(region)
-            return None if pools is None else pools.used_blocks()
+            used = None if pools is None else pools.used_blocks()
+        # A list of torch's default pool has the blocks of all pools.
+        return None if used is None else [each for each in used if region.owns(each[0])]
 
     def check_pausable(self, regions: Sequence[Region], thread: int | None, purpose: str = "paused") -> None:
         """Raises Error if another thread than this is inside a region: torch could allocate there during the pause.

@@ -53,6 +53,21 @@ def test_free_blocks_are_not_copied(region: memsaver.Region) -> None:
     assert region.pause(backup="host").copied_bytes == BYTES - 2 * MIB
 
 
+def test_allocations_of_a_region_are_those_of_a_list_that_lie_in_it(
+    monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, make: Make
+) -> None:
+    """The list of torch's default pool has the blocks of all pools."""
+    others = make().empty(MIB, torch.uint8)
+    [(begin, nbytes)] = region._core.live()
+    blocks = [
+        {"address": each.data_ptr(), "size": each.nbytes, "state": "active_allocated"}
+        for each in (others, torch.empty(MIB, dtype=torch.uint8))
+    ]
+    blocks.append({"address": begin, "size": nbytes, "state": "active_allocated"})
+    monkeypatch.setattr(torch_pools, "snapshot", lambda pool_id: [{"blocks": blocks if pool_id == (7, 7) else []}])
+    assert adapter().blocks(region) == [(begin, nbytes)]
+
+
 def test_ends_of_blocks_have_no_place_in_a_common_copy(
     monkeypatch: pytest.MonkeyPatch, region: memsaver.Region
 ) -> None:
