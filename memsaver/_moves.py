@@ -81,7 +81,6 @@ class Move:
         self.recorder.core = partial(_core_of, weakref.ref(self))
         self._ends: list[Callable[[], object]] = []  # of the expectation of this pause
         self._guests = _guests.Moves({*resume.tags}, self.recorder.enter, until)
-        self._leaving: tuple[str, ...] = ()
         self._pausing: list[Region] = []
         self._kept: dict[str, str] = {}  # by tag, the policies of this pause that keep contents
         self._rebuilt: list[Region] = []  # regions to rebuild, each after its sources
@@ -111,7 +110,6 @@ class Move:
             if self._pause and (torch := loaded()) is not None:
                 self._ends.append(torch.expect_pause(list(self._pause)))
             move.begin()
-            self._leaving = tags_of(move.pausing)
             self._pausing = leaving = [wrapper(each) for each in move.pausing]
             resuming = move.resuming
             derived = {each for each in leaving if isinstance(each.backup, Derived) and each.tag not in self._backup}
@@ -205,7 +203,7 @@ class Move:
             move.abort()
             error = self._failed or raised
             if begun and isinstance(error, Error):
-                error._name_paused(self._leaving, tags_of(move.discarded))
+                error._name_paused(tags_of(self._pausing), tags_of(move.discarded))
             committed = begun and (not self._pausing or any(each.state in _AWAY for each in self._pausing))
             self._guests.settle(self._paused_tags(), _away_tags(), committed, error)
             if self._failed is not None:
