@@ -7,9 +7,8 @@ no row explains is ``"unknown"`` in a process whose bytes the driver lists, else
 
 from __future__ import annotations
 
-from memsaver.ledger.accounts import of_device, of_pool
+from memsaver.ledger.accounts import Ledger, LedgerRow, described, lines, of_device, of_pool
 from memsaver.ledger.reports import REGION_FIELDS, decoded, encoded, for_error, read
-from memsaver.ledger.rows import Ledger, LedgerRow, described, lines
 
 __all__ = [
     "REGION_FIELDS", "Ledger", "LedgerRow", "decoded", "described", "encoded", "for_error", "lines", "of_device",

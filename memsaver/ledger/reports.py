@@ -12,8 +12,7 @@ from typing import Any
 
 from memsaver import _core, _guests
 from memsaver.errors import BrokerError
-from memsaver.ledger.accounts import Device, Own, Report, account, of_pool
-from memsaver.ledger.rows import Ledger, Part, lines
+from memsaver.ledger.accounts import Device, Ledger, Own, Part, Report, account, lines, of_pool
 from memsaver.process_names import process_name
 
 log = logging.getLogger("memsaver")

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 import memsaver
 from memsaver import _core, errors, ledger, process_names
 from memsaver.ledger import LedgerRow, accounts, reports
-from memsaver.ledger.accounts import Device, Report, account
-from memsaver.ledger.rows import Part
+from memsaver.ledger.accounts import Device, Part, Report, account
 from tests import controls
 from tests.support import GIB, MIB, PAGE, Make, Peer, blocks, host_held_bytes, run_clean, used_bytes
 
