@@ -13,8 +13,7 @@ import torch
 from memsaver import _core
 from memsaver._adapter import adapter, note, patch
 from memsaver._torch.pools import DEFAULT_POOL, LIBRARY, RELEASE, plain_allocator, private
-from memsaver._torch.routes import empty_cache
-from memsaver._torch.side_pools import side_pools
+from memsaver._torch.routes import empty_cache, side_pools
 from memsaver.broker import pool_client
 from memsaver.errors import Error
 from memsaver.policies import check_backup, check_tag, device_name

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from memsaver import _core
-from memsaver._torch.pools import RELEASE, keep_forever, private
+from memsaver._torch.pools import RELEASE, free_blocks, keep_forever, private, snapshot
+
+_FIRST_WINS = RELEASE < (2, 10)  # of two pools that a thread is routed to; else the last one
 
 
 class Routes:
-    """The routes to pools that memsaver has begun, and the end of pools.
+    """The routes of threads to pools, and the end of pools.
 
     Up to version 2.12 torch ends the process if a pool is destroyed while any thread of the process is routed to one,
     by this library or by another: see drop().
     """
 
     def __init__(self) -> None:
-        atexit.register(self._end_all)
+        atexit.register(self._keep_dropped)
         self._lock = threading.RLock()
-        self._of_all: dict[int, Any] = {}  # the pool of all threads, by the number of the device
         self._dropped: list[tuple[int, Any]] = []  # with the number of the device
         self._ending = threading.RLock()  # one thread ends pools at a time; taken before _lock
 
@@ -31,30 +33,9 @@ class Routes:
         private("_cuda_beginAllocateCurrentThreadToPool")(index, pool.id)
 
     def end(self, index: int, pool: Any) -> None:
-        """Ends a route that begin() or begin_for_all() made, of any thread."""
+        """Ends a route of any thread, or that of all threads."""
         private("_cuda_endAllocateToPool")(index, pool.id)
         private("_cuda_releasePool")(index, pool.id)
-
-    def begin_for_all(self, index: int, pool: Any) -> None:
-        """Lets all threads allocate from a pool, in place of an earlier one, if they are in no other."""
-        with self._lock:
-            private("_cuda_beginAllocateToPool")(index, pool.id)  # before the earlier one ends
-            former = self._end_for_all(index)
-            self._of_all[index] = pool
-        self.drop(index, former)
-
-    def end_for_all(self, index: int) -> None:
-        """Ends the route that begin_for_all() made. Without one: no-op."""
-        with self._lock:
-            ended = self._end_for_all(index)
-        self.drop(index, ended)
-
-    def _end_for_all(self, index: int) -> list[Any]:
-        """Returns the pool, of which the list has the only reference."""
-        ended = [self._of_all.pop(index)] if index in self._of_all else []
-        if ended:
-            self.end(index, ended[0])
-        return ended
 
     def drop(self, index: int, pools: list[Any]) -> None:
         """Drops pools of a device, and empties the list, which has the only references. torch frees free segments.
@@ -80,10 +61,8 @@ class Routes:
                 torch.cuda.empty_cache()
             ended.clear()
 
-    def _end_all(self) -> None:
-        """Ends the routes of all threads before the interpreter destroys pools."""
+    def _keep_dropped(self) -> None:
         with self._lock:
-            self._dropped += [(index, pool) for index in list(self._of_all) for pool in self._end_for_all(index)]
             for _, pool in self._dropped:
                 keep_forever(pool)
 
@@ -94,3 +73,76 @@ def empty_cache() -> None:
 
 
 routes = Routes()
+
+
+class SidePools:
+    """The pool of each device that all threads allocate from, where there is one, in place of torch's default pool.
+
+    torch would hand out free blocks of its default pool, also those in paused segments.
+    """
+
+    def __init__(self) -> None:
+        atexit.register(self._end_all)
+        self._lock = threading.RLock()
+        self._begun: dict[int, tuple[Any, Any]] = {}  # each pool and its allocator, by the number of the device
+        self.ids: dict[int, list[tuple[int, int]]] = {}  # of pools with segments, by the number of the device
+        # Called with the number of a device when a pool began there that comes before those that the thread is in.
+        self.took_precedence: Callable[[int], object] = lambda index: None
+
+    def has_begun(self, index: int) -> bool:
+        return index in self._begun
+
+    def begin(self, index: int, allocator: Any = None) -> None:
+        """Lets all threads allocate from a new pool if they are in no other. Again: from another new one.
+
+        ``allocator``: of the pool's segments. None: torch's own, by cudaMalloc.
+        """
+        with self._lock:
+            self._route(index, allocator)
+        if not _FIRST_WINS:
+            self.took_precedence(index)
+
+    def end(self, index: int) -> None:
+        """Lets them allocate from torch's default pool again. Without begin(): no-op."""
+        with self._lock:
+            routes.drop(index, self._end(index))
+
+    def return_free_blocks(self, index: int) -> None:
+        """Returns the memory that the pool of a device caches: all threads move to a new one. Not during a capture.
+
+        torch frees no cached blocks of a pool that all threads allocate from.
+        """
+        with self._lock:
+            if index in self._begun and any(free_blocks(self.ids[index][0])):
+                self._route(index, self._begun[index][1])
+
+    def make_last(self, index: int) -> None:
+        """Lets pools that a thread was routed to since begin() come first for that thread."""
+        with self._lock:
+            if index in self._begun and _FIRST_WINS:
+                self._route(index, self._begun[index][1])
+
+    def _route(self, index: int, allocator: Any) -> None:
+        with torch.cuda.device(index):
+            pool = torch.cuda.MemPool(allocator)
+        self.ids[index] = [pool.id, *(each for each in self.ids.get(index, ()) if snapshot(each))]
+        private("_cuda_beginAllocateToPool")(index, pool.id)  # before the earlier one ends
+        former = self._end(index)
+        self._begun[index] = pool, allocator
+        routes.drop(index, former)
+
+    def _end(self, index: int) -> list[Any]:
+        """Returns the pool, of which the list has the only reference."""
+        ended = [self._begun.pop(index)[0]] if index in self._begun else []
+        if ended:
+            routes.end(index, ended[0])
+        return ended
+
+    def _end_all(self) -> None:
+        """Before the interpreter destroys pools."""
+        with self._lock:
+            for index in list(self._begun):
+                keep_forever(self._end(index))
+
+
+side_pools = SidePools()

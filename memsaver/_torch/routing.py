@@ -26,8 +26,7 @@ from memsaver._torch.graphs import observe_captures
 from memsaver._torch.host_mode import HostMode, extent
 from memsaver._torch.ipc import patches
 from memsaver._torch.pools import RegionPools, has_many_blocks, keep_forever, new_pool, private
-from memsaver._torch.routes import empty_cache, routes
-from memsaver._torch.side_pools import side_pools
+from memsaver._torch.routes import empty_cache, routes, side_pools
 from memsaver.broker import queries
 from memsaver.errors import Error, RegionPausedError, add_ledger
 from memsaver.regions import Ranges, Region, owning

@@ -6,6 +6,7 @@ import ctypes
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from memsaver._torch import pools as torch_pools
 from memsaver._torch import routes as torch_routes
 from memsaver._torch import routing
 from memsaver._torch.pools import RegionPools, private
-from memsaver._torch.routes import Routes
+from memsaver._torch.routes import Routes, SidePools, routes
 from tests.support import MIB, Make, functions
 
 BYTES = 100 * MIB
@@ -193,18 +194,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> TorchCalls:
     return found
 
 
-def test_pools_are_destroyed_beside_routes(calls: TorchCalls) -> None:
+def test_pools_are_destroyed_beside_routes(calls: TorchCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     """The route of all threads does not end meanwhile: a thread without the GIL would get blocks of the paused pool."""
-    routes, thread = Routes(), Pool(9, calls)
+    numbers = iter((1, 3))
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: Pool(next(numbers), calls))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch_routes, "snapshot", lambda pool_id: [])
+    side, thread = SidePools(), Pool(9, calls)
     routes.begin(0, thread)
-    routes.begin_for_all(0, Pool(1, calls))
+    side.begin(0)
     dropped = [Pool(2, calls)]
     routes.drop(0, dropped)
     assert dropped == [] and calls.gone == [(2, {9: THREAD, 1: ALL})] and calls.without_route_of_all == 0
-    routes.begin_for_all(0, Pool(3, calls))
+    side.begin(0)
     assert calls.routes == {9: THREAD, 3: ALL} and calls.without_route_of_all == 0
     routes.end(0, thread)
-    routes.end_for_all(0)
+    side.end(0)
     assert [number for number, _ in calls.gone] == [2, 1, 3]
 
 

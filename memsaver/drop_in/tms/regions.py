@@ -11,7 +11,7 @@ import torch
 from memsaver import _core
 from memsaver._adapter import adapter
 from memsaver._torch.pools import DEFAULT_POOL
-from memsaver._torch.side_pools import side_pools
+from memsaver._torch.routes import side_pools
 from memsaver.drop_in import DropInError
 from memsaver.drop_in.tagged import TaggedRegions
 from memsaver.drop_in.tms.library import Settings

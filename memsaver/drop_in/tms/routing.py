@@ -15,8 +15,7 @@ import torch
 from memsaver import _core, config
 from memsaver._adapter import adapter
 from memsaver._torch.pools import keep_forever
-from memsaver._torch.routes import routes
-from memsaver._torch.side_pools import side_pools
+from memsaver._torch.routes import routes, side_pools
 from memsaver.drop_in import DropInError
 from memsaver.drop_in.tms.library import Library, Settings
 from memsaver.drop_in.tms.regions import check_allocator, saver_regions
