@@ -169,15 +169,19 @@ class Move:
     def abort(self) -> None:
         """Ends the transition, and undoes all steps before its commit. It can be called again."""
         try:
-            self.drop()
+            self._drop()
         except BaseException:  # an interrupt
-            self.drop()
+            self._drop()
             raise
         if (torch := loaded()) is not None:
             torch.refresh()
 
-    def drop(self) -> None:
-        """``abort()`` from a finalizer, in any thread."""
+    def __del__(self) -> None:
+        if self.core is not None:
+            self._drop()
+
+    def _drop(self) -> None:
+        """``abort()`` also from a finalizer, in any thread."""
         self.core.abort()
         _call_all(self._ends)
         self.recorder.end("aborted")
@@ -193,6 +197,14 @@ class Move:
         return {*self._pause_guests, *(each.tag for each in self._pause)} - others
 
     def commit(self) -> Transition:
+        """Lets guests leave, and moves the regions. If it raises, the transition has ended."""
+        try:
+            return self._commit()
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def _commit(self) -> Transition:
         move = self.core
         begun = False
         try:

@@ -272,45 +272,16 @@ def _queued(
     return Move(pause, resume, thread, bounds, kept, restored, lazily)
 
 
-def _run(move: Move | None, shown: Display | None, is_prepared: bool = False) -> Transition:
+def _run(move: Move | None, shown: Display | None) -> Transition:
     if move is None:
         return Transition()
     with nullcontext() if shown is None else shown(move.recorder):
         try:
-            if not is_prepared:
-                move.prepare()
+            move.prepare()
             return move.commit()
         except BaseException as error:
             move.fail(error)
             raise
-
-
-class Prepared:
-    """A pause that has reserved all it needs and has changed nothing yet: ``prepare_pause()`` makes it.
-
-    The regions are "pausing" until ``commit()`` or ``abort()``, or until it is dropped, which aborts.
-    """
-
-    def __init__(self, move: Move | None) -> None:
-        self._move = move
-
-    def commit(self) -> Transition:
-        """Lets guests leave, and pauses the regions. The errors are those of ``pause()``.
-
-        Returns an empty transition after ``commit()`` or ``abort()``.
-        """
-        move, self._move = self._move, None
-        return _run(move, None, is_prepared=True)
-
-    def abort(self) -> None:
-        """Releases the reservations: the regions are active again. A no-op after ``commit()`` or ``abort()``."""
-        if self._move is not None:
-            self._move.abort()
-            self._move = None
-
-    def __del__(self) -> None:
-        if self._move is not None:
-            self._move.drop()
 
 
 def prepare_pause(
@@ -320,21 +291,23 @@ def prepare_pause(
     lazy: Lazy = None,
     timeout: float | None = None,
     reader_timeout: float = READERS_S,
-) -> Prepared:
+) -> Move:
     """Prepares a pause without committing it, for processes that pause together or not at all.
 
-    The arguments and the errors are those of ``pause()`` up to its commit.
+    The regions are "pausing" until ``commit()`` or ``abort()`` of the result, or until it is dropped, which aborts. The
+    arguments and the errors are those of ``pause()`` up to its commit. ValueError: there is nothing to pause.
     """
     bounds = Bounds(timeout, reader_timeout=reader_timeout)
     move = _queued(choose(tags), NOTHING, bounds, thread=threading.get_ident(), backup=backup, lazy=lazy)
-    if move is not None:
-        try:
-            move.prepare()
-            move.recorder.enter("prepared")
-        except BaseException as error:
-            move.fail(error)
-            raise
-    return Prepared(move)
+    if move is None:
+        raise ValueError(f"tags is {tags!r}, expected a region or a guest to pause")
+    try:
+        move.prepare()
+        move.recorder.enter("prepared")
+        return move
+    except BaseException as error:
+        move.fail(error)
+        raise
 
 
 def trim(tags: Selection = None, *, timeout: float | None = None) -> None:

@@ -34,7 +34,7 @@ _DISTRIBUTED = [
 ]
 
 # Classes that the library alone constructs.
-NOT_CONSTRUCTIBLE = {memsaver.Region, memsaver.TransitionFuture, memsaver.transitions.Prepared}
+NOT_CONSTRUCTIBLE = {memsaver.Region, memsaver.TransitionFuture}
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from weakref import WeakSet
 
 import memsaver
 from memsaver import _core, _guests, regions
-from memsaver._moves import has_contents, is_rebuilt
+from memsaver._moves import Move, has_contents, is_rebuilt
 from memsaver._results import in_thread
 from memsaver.errors import Error, WaitTimeoutError
 from memsaver.policies import READERS_S, Backup, Bounds, Derived, Lazy, Restore, those_of
 from memsaver.regions import Selection as Tags
-from memsaver.transitions import Prepared, Transition, prepare_pause
+from memsaver.transitions import Transition, prepare_pause
 from memsaver.turns import late
 
 _T = TypeVar("_T")
@@ -330,7 +330,7 @@ class _Halves:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._turn = 0
-        self._prepared: Prepared | None = None
+        self._prepared: list[Move] | None = None  # empty: there was nothing to pause
         self._background: list[Future[None]] = []  # transitions of the last turn, which may be under way
 
     def background(self, move: Callable[[], None]) -> Future[None]:
@@ -350,14 +350,15 @@ class _Halves:
         with self._lock:
             if turn != self._turn:
                 raise Error("this turn was taken back while the actor drained")
-            self._prepared = prepare_pause(names, backup=backup, lazy=lazy, **_pause_options(bounds))
+            moves = [prepare_pause(names, backup=backup, lazy=lazy, **_pause_options(bounds))] if names else []
+            self._prepared = moves
 
     def commit(self) -> Transition:
         with self._lock:
             prepared, self._prepared = self._prepared, None
             if prepared is None:
                 raise Error("nothing is prepared here: it was taken back, or this actor has started anew since")
-            return prepared.commit()
+            return prepared[0].commit() if prepared else Transition()
 
     def abort(self) -> int:
         """Returns the number of the turn that begins now."""
@@ -365,7 +366,8 @@ class _Halves:
             self._turn += 1
             prepared, self._prepared = self._prepared, None
             if prepared is not None:
-                prepared.abort()
+                for each in prepared:
+                    each.abort()
             return self._turn
 
 
