@@ -129,9 +129,6 @@ class DefaultPools:
     def among(self, regions: Iterable[Region]) -> list[Region]:
         return [each for each in regions if each in self._regions.values()]
 
-    def active_on(self, device: str) -> bool:
-        return any(each.device == device and each.state == "active" for each in self._regions.values())
-
     def expect_pause(self, regions: Sequence[Region]) -> Callable[[], object]:
         """Lets all threads allocate from other pools before a pause, up to the call of the returned function or later.
 

@@ -99,7 +99,7 @@ class Router:
         self._lock = threading.RLock()
         self._pools: dict[Region, RegionPools] = {}
         self._inside: dict[int, Inside] = {}  # of threads that have entered a region, by the id of the object
-        self._observes_captures = False
+        self._patched: set[str] = set()
         self.expect_pause = default_pools.expect_pause
         self.withdraw = patches.withdraw
         side_pools.took_precedence = self._prefer_regions
@@ -375,7 +375,7 @@ class Router:
                     retired.setdefault(pools.device.index, []).extend(pools.retire_idle(all_pools))
         for index, dropped in retired.items():
             routes.drop(index, dropped)  # outside the lock
-        if retired or default_pools.among(regions):
+        if retired:
             empty_cache()
 
     def return_caches(self, device: str) -> tuple[int, str]:
@@ -389,8 +389,6 @@ class Router:
         if not _core.capturing():
             side_pools.return_free_blocks(torch.device(device).index)
             self.trim(regions)
-            if default_pools.active_on(device):
-                empty_cache()
         if not regions or has_many_blocks(torch.device(device)):
             return 0, ""
         with self._lock:
@@ -433,12 +431,13 @@ class Router:
 
     def patch(self, names: Collection[str]) -> None:
         """Replaces functions of torch: see docs/what-it-touches.md. Again: no-op."""
+        changes: dict[str, Callable[[], None]] = {
+            "captures": partial(observe_captures, self.capture_failed), "multiprocessing": patches.install
+        }  # fmt: skip
         with self._lock:
-            if "captures" in names and not self._observes_captures:
-                self._observes_captures = True
-                observe_captures(self.capture_failed)
-            if "multiprocessing" in names:
-                patches.install()
+            for name in set(names) - self._patched:
+                self._patched.add(name)
+                changes[name]()
 
     def capture_failed(self, graph: torch.cuda.CUDAGraph, pool_id: tuple[int, int]) -> None:
         """Stops torch's routing to the pool of a capture that could not end.

@@ -7,7 +7,6 @@ libraries import those by name, or replace them as well. Storages outside of reg
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -23,20 +22,14 @@ from memsaver.errors import Error
 
 _sender = Sender()
 _receiver = Receiver()
-_lock = threading.Lock()
-_is_installed = False
 
 
 def install() -> None:
-    """Extends torch, once in a process."""
-    global _is_installed
-    with _lock:
-        if not _is_installed:
-            _extend_cuda_storages()
-            _extend_host_storages()
-            os.register_at_fork(after_in_child=_after_fork)
-            _adapter.note("multiprocessing")
-            _is_installed = True
+    """Extends torch. To be called once."""
+    _extend_cuda_storages()
+    _extend_host_storages()
+    os.register_at_fork(after_in_child=_after_fork)
+    _adapter.note("multiprocessing")
 
 
 def withdraw(region: regions.Region) -> None:
@@ -45,8 +38,6 @@ def withdraw(region: regions.Region) -> None:
 
 
 def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
     _sender.reset_in_child()
     _receiver.reset_in_child()
 
