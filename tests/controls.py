@@ -106,8 +106,7 @@ def with_cuda() -> bool:
 def arm(nth: int, kind: str = "error", call: str = "") -> None:
     """The ``nth`` call from now (1: the next) fails, once. ``call``: count only calls of this name.
 
-    ``kind``: "error"; "memory": the code of a full device; "after": the call takes effect and then reports an error;
-    "lost": the context is dead from this call on.
+    ``kind``: "error"; "memory": the code of a full device; "after": the call takes effect and then reports an error.
     """
     assert nth > 0
     _call("arm", nth, KINDS.index(kind), call.encode())

@@ -325,7 +325,7 @@ MUTANTS = [
         "csrc/regions/region.cpp",
         "device.lost || state_ == State::lost ?",
         "(device.lost || state_ == State::lost) && !MUTANT ?",
-        ["unit/test_faults.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost"],
+        ["unit/test_gpus.py::test_a_context_that_dies_in_a_transition_leaves_the_region_lost"],
     ),
     Mutant(
         "new_peers_see_new_mappings_alone",

@@ -33,13 +33,14 @@ import numpy as np
 import memsaver
 from memsaver import _core
 from memsaver.policies import LazyMode
-from tests import controls
+from tests import controls  # noqa: F401 - statements of workers name it
 from tests.broker_support import Broker, Local, Running
 from tests.support import (  # noqa: F401 - statements of workers name them
     MIB,
     PAGE,
     Hooks,
     Remote,
+    Sweep,
     check,
     end_main_thread,
     environment,
@@ -386,11 +387,8 @@ def _resumed(region: memsaver.Region, blocks: dict[str, Held], act: Callable[[],
     block.check()
 
 
-def sweep(move: str, backup: str, kind: str) -> int:
-    """Fails each driver call of a move in turn. After each, nothing is lost, and the same move succeeds.
-
-    Returns how many failed.
-    """
+def sweep(move: str, backup: str, kind: str) -> None:
+    """Fails each driver call of a move in turn. After each, nothing is lost, and the same move succeeds."""
     out, into = memsaver.region(f"out {backup}", "cpu", backup), memsaver.region("into", "cpu", "host")
     memsaver.resume()  # after an earlier sweep
     blocks = [Held(out, nbytes, nbytes % 97) for nbytes in (3 * PAGE + 7, PAGE, 100)]
@@ -415,6 +413,12 @@ def sweep(move: str, backup: str, kind: str) -> int:
         else:
             getattr(out, move)()
 
+    def act_and_settle() -> None:
+        try:
+            act()
+        finally:
+            until(lambda: _in_books(out, into), 10)  # the pool's thread makes calls as well
+
     def back() -> None:
         while extra:
             hooks.free(extra.pop())
@@ -429,24 +433,11 @@ def sweep(move: str, backup: str, kind: str) -> int:
 
     if move == "free":
         back()
-    failures = refused = 0
-    for nth in range(1, 1000):
-        before = out.state
-        controls.arm(nth, kind)
-        error = None
-        try:
-            act()
-        except memsaver.Error as found:
-            error = found
-        until(lambda: _in_books(out, into), 10)  # the pool's thread makes calls as well
-        reached = controls.calls() >= nth
-        controls.disarm()
-        refused += reached
-        failures += error is not None
+    for number, error in enumerate(Sweep(kind, act_and_settle, raises=move != "free")):
         if error is not None and move == "resume":
             assert (out.state, out.mapped_bytes) == ("paused", 0)
         if error is not None and move == "allocate":
-            assert (out.state, before) == ("active", "active")
+            assert out.state == "active"
         if error is not None and move in ("pause", "resume", "switch"):
             act()  # the same call again completes the transition
         check(coming)
@@ -455,17 +446,13 @@ def sweep(move: str, backup: str, kind: str) -> int:
         back()
         if backup == "none" and move in ("pause", "switch"):
             for block in blocks:
-                block.fill(nth)
-        if not reached:
-            assert error is None
-            break
+                block.fill(number)
     for block in (*blocks, *coming):
         block.free()
     for address in extra:
         hooks.free(address)
     memsaver.resume()
     memsaver.pause()
-    return refused
 
 
 def _in_books(*regions: memsaver.Region) -> bool:

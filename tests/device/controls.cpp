@@ -349,7 +349,7 @@ void replace_by_work(host::Calls& calls) {
 
 // Failures
 
-enum Kind { kError, kMemory, kAfter, kLost };
+enum Kind { kError, kMemory, kAfter };
 
 struct Call {
   std::uint64_t count = 0;
@@ -414,7 +414,7 @@ Failure failure_of(const char* name, bool is_counted) {
   if (!is_counted || (!all.only.empty() && all.only != name) || ++all.calls != all.fail_at) return {};
   all.fail_at = 0;
   const bool is_full = all.kind == kMemory && std::string_view(name) == "cuMemCreate";
-  return {all.kind, all.kind == kLost ? kIllegalAddress : is_full ? kOutOfMemory : kUnknownError};
+  return {all.kind, is_full ? kOutOfMemory : kUnknownError};
 }
 
 // Calls that can fail: those that change the device or wait for it.
@@ -444,7 +444,6 @@ Result make(const char* name, Result (*call)(Arguments...), std::type_identity_t
   const auto all = std::make_tuple(arguments...);
   const Failure failure = failure_of(name, is_counted(which));
   if (failure.code == kSuccess) return call(arguments...);
-  if (failure.kind == kLost) kill(context_of(0));
   last = {failure.code, "injected"};
   if (failure.kind != kAfter) return last.code;
   if (const Result code = call(arguments...); code != kSuccess) return code;

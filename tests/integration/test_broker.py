@@ -25,7 +25,7 @@ from memsaver.broker.protocol import Message
 from memsaver.errors import gib
 from tests.broker_support import APART, PATIENCE_S, Client, Local, Running, granted, is_possible
 from tests.pool_support import Worker
-from tests.support import GIB, MIB, PAGE, ROOT, Peer, descriptors, run_clean, run_program, until
+from tests.support import GIB, MIB, PAGE, Peer, descriptors, run_clean, run_program, until
 
 LARGE = 256 * MIB
 MEDIUM = 32 * MIB
@@ -788,10 +788,3 @@ def test_name_of_python_process_is_its_script_or_module(arguments: list[str], na
         patch.setattr(psutil.Process, "cmdline", lambda self: arguments)
         patch.setattr(process_names, "_program", lambda pid: "sleep")
         assert process_names.process_name(os.getpid()) == name
-
-
-def test_importing_memsaver_loads_no_broker() -> None:
-    program = "import sys, memsaver; print(*sorted(name for name in sys.modules if name.startswith('memsaver.')))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    loaded = {name for name in done.stdout.split() if name.startswith(("memsaver.broker", "memsaver.cli"))}
-    assert loaded == {"memsaver.broker", "memsaver.broker.queries", "memsaver.broker.pool_client"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,12 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import memsaver
-from memsaver import _core, ledger
+from memsaver import ledger
 from memsaver.ledger import Ledger
-from tests import gpus
 from tests.broker_support import PATIENCE_S, Running
-from tests.gpus import GpuBroker
 from tests.pool_support import Worker, hold_the_gil, let_go
 from tests.support import MIB, Peer, run_python, until
 
@@ -182,44 +178,3 @@ memsaver.stats()  # which does not wait so long
     names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR")
     done = run_python(program, **{name: broker.environment[name] for name in names})
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# On a GPU that is made up
-
-
-@pytest.fixture
-def gpu_broker() -> Iterator[GpuBroker]:
-    with GpuBroker(gpus.gpu(context=300 * MIB, occupied=1024 * MIB)) as running:
-        yield running
-
-
-@pytest.mark.gpus
-@pytest.mark.isolated
-def test_the_rows_of_a_client_on_a_gpu(gpu_broker: GpuBroker) -> None:
-    """NVML lists the chunks for no client while the broker lives, and later for the client that has one. No process
-    knows the time from which it is so. So memory beside the rows is unlisted from the end of the broker on.
-    """
-    device, me = gpu_broker.device, os.getpid()
-
-    def rows() -> dict[str, int]:
-        found = memsaver.stats().devices[device].ledger
-        assert sum(row.bytes for row in found.rows) == found.used_bytes and found.is_consistent, found
-        kinds = [(row.kind if row.pid in (me, None) else f"{row.kind} of another") for row in found.rows]
-        assert len(set(kinds)) == len(kinds)
-        return dict(zip(kinds, (row.bytes // MIB for row in found.rows)))
-
-    region = memsaver.region("kv", device=device)
-    segment = gpus.Segment(region, 64 * MIB)
-    gpus.take(device, 8 * MIB)
-    both = {"unknown": 300 + 8, "unlisted": 1024}
-    assert region.mapped_bytes == segment.nbytes and rows() == {"region": 64, **both}
-    region.pause()
-    until(lambda: rows() == {"pool idle of another": 64, **both})
-    region.resume()
-    assert rows() == {"region": 64, **both}
-    gpu_broker.stop()
-    both = {"unlisted": 1024 + 308}
-    assert rows() == {"region": 64, **both}
-    gpu_broker.start()
-    until(lambda: _core.connected(device))
-    assert rows() == {"region": 64, **both}

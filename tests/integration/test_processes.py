@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 from collections.abc import Iterator
@@ -10,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 import memsaver
-from memsaver import _core
 from tests.support import MIB, PAGE, Make, Peer, blocks, free_bytes
 
 
@@ -87,27 +85,3 @@ def test_two_processes_that_need_all_memory_take_turns(peer: Peer) -> None:
             process.answer()
         for process in (one, two):
             assert process.run("print(memsaver.stats().devices['cpu'].free_bytes)") == size
-
-
-def test_a_chunk_crosses_to_another_process_by_descriptor(peer: Peer) -> None:
-    driver = _core.open_driver("cpu")
-    before = free_bytes()
-    handle = driver.create(PAGE)
-    address = driver.reserve(PAGE)
-    driver.map(address, PAGE, handle)
-    driver.allow(address, PAGE)
-    file = driver.export_fd(handle)
-    peer.run("import os, ctypes; driver = _core.open_driver('cpu')")
-    peer.run(f"file = os.open('/proc/{os.getpid()}/fd/{file}', os.O_RDWR)")
-    peer.run("handle = driver.import_fd(file); os.close(file); address = driver.reserve(2 << 20)")
-    peer.run("driver.map(address, 2 << 20, handle); driver.allow(address, 2 << 20)")
-    peer.run("ctypes.memset(address, 77, 2 << 20)")
-    os.close(file)
-    assert free_bytes() == before - PAGE  # one chunk, however many hold it
-    assert ctypes.string_at(address, PAGE) == b"\x4d" * PAGE
-    driver.unmap(address, PAGE)
-    driver.release(handle)
-    assert free_bytes() == before - PAGE  # the other holds it still
-    peer.kill()
-    assert free_bytes() == before
-    driver.unreserve(address, PAGE)

@@ -317,10 +317,8 @@ def test_actors_with_equal_contents_keep_one_copy_and_one_that_differs_is_named(
     assert look(*actors[1:]) == ["active"] * 2
 
 
-def test_an_actor_exports_its_figures_to_ray(spawn: Spawn) -> None:
-    actor = spawn(Member, str(DEVICE_BYTES), "weights", ENGINE)
-    ray.get(actor.pause.remote())
+def test_an_actor_exports_its_figures_to_ray(ranks: tuple[list[Any], Any]) -> None:
     text = "[__import__('memsaver.metrics').metrics.export_to_ray(), memsaver.metrics._gauges][1]"
-    gauges = ray.get(actor.do.remote(text))
+    gauges = ray.get(ranks[0][0].do.remote(text))
     assert gauges["memsaver_process_bytes"].info["tag_keys"] == ("device", "kind", "label")
     assert "memsaver_stages_seconds_total" in gauges

@@ -20,7 +20,7 @@ from memsaver.turns import reports
 from tests import controls
 from tests.ranks_support import ranks, store_server
 from tests.ray_support import Buffer
-from tests.support import MIB, fresh_device
+from tests.support import MIB, Visitor, fresh_device
 
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}}
 BOUND_S = 1.0
@@ -45,24 +45,15 @@ class Stop:
         os.write(self._file, b"x")
 
 
-class Hanging(memsaver.Guest):
+class Hanging(Visitor):
     def __init__(self, tag: str, stop: Stop) -> None:
-        super().__init__("collective", tag)
+        super().__init__("collective", tag, self.reach)
         self.stop, self.stage = stop, ""
 
-    def _reach(self, stage: str) -> None:
+    def reach(self, stage: str) -> None:
         if stage == self.stage:
             self.stage = ""
             self.stop.wait()
-
-    def prepare(self) -> None:
-        self._reach("prepare")
-
-    def leave(self) -> None:
-        self._reach("leave")
-
-    def come_back(self) -> None:
-        self._reach("come back")
 
 
 class Member(Colocated):

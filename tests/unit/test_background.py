@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Iterator
 
 import pytest
-import torch
 
 import memsaver
 from memsaver import _core
@@ -112,20 +111,6 @@ def test_each_queued_transition_reports_its_own_error(make: Make, guard: Hold) -
     memsaver.configure(host_limit=None)
     assert region.state == "active"
     held[0].check()
-
-
-def test_a_background_pause_inside_the_region_raises(make: Make) -> None:
-    region = make("host")
-    with region:
-        tensor = torch.full((100,), 3.0)
-        with pytest.raises(memsaver.Error, match="inside it"):
-            memsaver.start(pause=region)
-        assert region.state == "active"
-        region.pause()  # waiting for it, nothing else can happen
-        region.resume()
-    memsaver.start(pause=region).result()
-    region.resume()
-    assert bool((tensor == 3).all())
 
 
 def test_entering_a_region_before_its_queued_pause_fails_the_pause(make: Make, guard: Hold) -> None:

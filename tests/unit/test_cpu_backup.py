@@ -28,7 +28,6 @@ from tests.support import (
     host_held_bytes,
     host_used_bytes,
     random_bytes,
-    run_clean,
     unnamed_files,
 )
 
@@ -161,22 +160,6 @@ def test_a_view_outlives_the_resume_and_its_tensor_and_changes_nothing(make: Mak
     del view, part, array, other
     assert host_used_bytes() == used
     assert memsaver.release_host_memory() >= 8 * MIB
-
-
-def test_the_process_ends_cleanly_with_views() -> None:
-    run_clean("""
-        import memsaver
-        region = memsaver.region("a", device="cpu", backup="host")
-        tensor = region.empty(1 << 20)
-        region.pause()
-        view = memsaver.cpu_backup(tensor)
-        other = memsaver.region("b", device="cpu", backup="host")
-        kept = other.empty(1000)
-        other.pause()
-        late = memsaver.cpu_backup(kept)
-        region.resume()
-        view.zero_()
-    """)
 
 
 # In pieces

@@ -211,25 +211,6 @@ def test_the_driver_and_what_gpus_offer(
     assert fake.has(devices.driver, state, part)
 
 
-@pytest.mark.gpus
-def test_facts_of_gpus_are_those_of_the_driver() -> None:
-    from tests import gpus
-
-    first = len(_core.gpu_facts())
-    gpus.gpu(mig=1, fabric=1)
-    gpus.gpu(exports=0, mps=1)
-    gpus.gpu(virtual_memory=0)
-    part, old, none = _core.gpu_facts()[first:]
-    assert (part["name"], part["posix"], part["fabric"], part["mps"]) == ("Test GPU MIG 1g.10gb", True, True, False)
-    assert (old["name"], old["posix"], old["fabric"], old["mps"]) == ("Test GPU", False, False, True)
-    assert (part["virtual_memory"], none["virtual_memory"], _core.cuda_version()) == (True, False, 13000)
-    taken = gpus.take(name := gpus.gpu(processes=f"4711:{64 * MIB}"), 64 * MIB)
-    found = run(CHECKS, Machine())
-    gpus.give(name, taken)
-    assert not [each for each in found if "this check failed" in each.value]
-    assert any(each.value.startswith(name) and "(pid 4711) 64.0 MiB" in each.value for each in found)
-
-
 def test_processes_that_hold_a_device_are_named_with_their_bytes(fake: Fake) -> None:
     fake.held_by({PID: 4 * GIB})
     assert fake.has(devices.holders, "note", f"(pid {PID}) 4.00 GiB")

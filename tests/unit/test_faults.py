@@ -261,31 +261,6 @@ def test_an_error_in_an_allocation_says_which_call(make: Make) -> None:
     Block(region, 100).check()
 
 
-@pytest.mark.isolated
-def test_a_context_that_dies_in_a_transition_leaves_the_region_lost(make: Make) -> None:
-    for call, backup in (
-        ("cuCtxRecordEvent", "none"),
-        ("cuMemcpyDtoHAsync", "host"),
-        ("cuMemUnmap", "none"),
-        ("cuMemMap", "host"),
-        ("cuMemcpyHtoDAsync", "host"),
-    ):
-        region, other = make(backup), make(backup)
-        held = with_a_gap(region)
-        if call in ("cuMemMap", "cuMemcpyHtoDAsync"):
-            region.pause()
-        controls.arm(1, "lost", call)
-        with pytest.raises(memsaver.DriverError) as caught:
-            region.pause() if region.state == "active" else region.resume()
-        assert (caught.value.call, caught.value.code) == (call, 700)
-        assert (region.state, other.state) == ("lost", "lost")
-        for act in (region.pause, region.resume, other.pause, lambda each=region: each.empty(100)):
-            with pytest.raises(memsaver.RegionPausedError, match="lost"):
-                act()
-        del held
-        controls.reset()  # a context that lives, for new regions
-
-
 @pytest.mark.parametrize("refused_again", [False, True])
 def test_a_chunk_that_a_free_could_not_unmap_serves_again(make: Make, ledger: Ledger, refused_again: bool) -> None:
     region = make()

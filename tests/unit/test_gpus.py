@@ -12,7 +12,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +22,10 @@ import psutil
 import pytest
 
 import memsaver
-from memsaver import _core
+from memsaver import _core, doctor
 from tests import controls, gpus
 from tests.gpus import Segment, gpu
-from tests.support import GIB, MIB, PAGE, check, run_clean, until, used_bytes
+from tests.support import GIB, MIB, PAGE, Visitor, check, run_clean, until, used_bytes
 
 pytestmark = pytest.mark.gpus
 
@@ -366,6 +366,48 @@ def test_a_process_whose_contexts_all_died_still_reads_its_backups() -> None:
     memsaver.stats()
 
 
+def test_a_context_that_dies_in_a_transition_leaves_the_region_lost(threads: ThreadPoolExecutor) -> None:
+    for call, backup in (
+        ("cuCtxRecordEvent", "none"),
+        ("cuMemcpyDtoHAsync", "host"),
+        ("cuMemUnmap", "none"),
+        ("cuMemMap", "host"),
+        ("cuMemcpyHtoDAsync", "host"),
+    ):
+        device = gpu()
+        region, other = make(device, backup), make(device, backup, "other")
+        held = [Segment(region, nbytes) for nbytes in (MIB, 34 * MIB, 3 * MIB)]
+        del held[1]  # chunks with a gap
+        if call in ("cuMemMap", "cuMemcpyHtoDAsync"):
+            region.pause()
+        move = region.pause if region.state == "active" else region.resume
+        with controls.held(call):
+            moving = threads.submit(refused, move)
+            until_stopped(call)
+            controls.kill_context(device)
+        assert (moving.result().call, moving.result().code) == (call, 700)
+        assert (region.state, other.state) == ("lost", "lost")
+        for act in (region.pause, region.resume, other.pause, partial(Segment, region, 100)):
+            assert "lost" in str(refused(act, memsaver.RegionPausedError))
+
+
+def test_after_the_death_of_the_context_contents_that_a_demand_has_copied_can_be_read() -> None:
+    """Of a lazy pause."""
+    device = gpu(memory=64 * MIB)
+    region = make(device)
+    held = [Segment(region, 32 * MIB, seed) for seed in range(2)]
+    region.pause(lazy=True)
+    taken = Segment(make(device, "none", "other"), 32 * MIB)
+    controls.kill_context(device)
+    refused(region.resume, memsaver.Error)
+    assert region.state == "lost" and taken.nbytes
+    readable = []
+    for segment in held:
+        with suppress(memsaver.BackupError):
+            readable.append(np.array_equal(segment.read(), segment.expected))
+    assert readable == [True]
+
+
 # Peers
 
 
@@ -589,10 +631,6 @@ def test_ctrl_c_ends_the_wait_for_memory_of_any_device(threads: ThreadPoolExecut
 
 
 def test_a_tag_selects_its_regions_on_all_devices_and_its_guest_leaves_with_the_last() -> None:
-    class Visitor(memsaver.Guest):
-        def leave(self) -> None: ...
-        def come_back(self) -> None: ...
-
     first, second = [make(name, tag="both") for name in gpus.gpus(2)]
     memsaver.register(Visitor("guest", "both"))
     for act, states in [
@@ -661,6 +699,22 @@ def test_imported_memory_of_a_gpu_is_not_listed_for_the_importer() -> None:
     assert _core.ledger_figures(device)["holdings"][0][1:] == (308 * MIB, 0)
     command = [sys.executable, "-c", textwrap.dedent(importer), str(file), device]
     subprocess.run(command, check=True, pass_fds=[file])
+
+
+def test_the_doctor_has_the_facts_of_the_driver() -> None:
+    first = len(_core.gpu_facts())
+    gpu(mig=1, fabric=1)
+    gpu(exports=0, mps=1)
+    gpu(virtual_memory=0)
+    part, old, none = _core.gpu_facts()[first:]
+    assert (part["name"], part["posix"], part["fabric"], part["mps"]) == ("Test GPU MIG 1g.10gb", True, True, False)
+    assert (old["name"], old["posix"], old["fabric"], old["mps"]) == ("Test GPU", False, False, True)
+    assert (part["virtual_memory"], none["virtual_memory"], _core.cuda_version()) == (True, False, 13000)
+    taken = gpus.take(name := gpu(processes=f"4711:{64 * MIB}"), 64 * MIB)
+    found = doctor.findings.run(doctor.CHECKS, doctor.Machine())
+    gpus.give(name, taken)
+    assert not [each for each in found if "this check failed" in each.value]
+    assert any(each.value.startswith(name) and "(pid 4711) 64.0 MiB" in each.value for each in found)
 
 
 # Memory of a GPU that is a NUMA node of the system. This machine's own memory is node 0, which has its CPUs.

@@ -13,34 +13,25 @@ import pytest
 import memsaver
 from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.support import MIB, Block, Make, host_held_bytes, host_used_bytes, until
+from tests.support import MIB, Block, Make, Visitor, host_held_bytes, host_used_bytes, until
 
 
-class Visitor(memsaver.Guest):
+class Noted(Visitor):
     """Writes its calls to a common list. ``failing``: by call, the error that it raises."""
 
     def __init__(self, name: str, tags: str | list[str], calls: list[str], *, order: int = 0) -> None:
-        super().__init__(name, tags, order=order)
+        super().__init__(name, tags, self.note, order=order)
         self.calls = calls
         self.failing: dict[str, BaseException] = {}
         self.is_here = True
-        self.on_call: Callable[[str], object] = lambda call: None
+        self.then: Callable[[str], object] = lambda call: None
 
-    def _called(self, call: str) -> None:
+    def note(self, call: str) -> None:
         self.calls.append(f"{self.name} {call}")
-        self.on_call(call)
+        self.then(call)
         if call in self.failing:
             raise self.failing[call]
         self.is_here = self.is_here if call == "prepare" else call == "come back"
-
-    def prepare(self) -> None:
-        self._called("prepare")
-
-    def leave(self) -> None:
-        self._called("leave")
-
-    def come_back(self) -> None:
-        self._called("come back")
 
 
 @pytest.fixture
@@ -49,18 +40,18 @@ def calls() -> list[str]:
 
 
 @pytest.fixture
-def visit(calls: list[str]) -> Callable[..., Visitor]:
+def visit(calls: list[str]) -> Callable[..., Noted]:
     """Registers guests that write to one list."""
 
-    def register(name: str, tags: str | list[str], *, order: int = 0) -> Visitor:
-        guest = Visitor(name, tags, calls, order=order)
+    def register(name: str, tags: str | list[str], *, order: int = 0) -> Noted:
+        guest = Noted(name, tags, calls, order=order)
         memsaver.register(guest)
         return guest
 
     return register
 
 
-Visit = Callable[..., Visitor]
+Visit = Callable[..., Noted]
 
 
 def states() -> dict[str, str]:
@@ -81,13 +72,13 @@ def test_guests_leave_in_order_before_the_regions_and_come_back_in_reverse(
     visit("first", region.tag)
     visit("second", region.tag)
     mapped: list[int] = []
-    late.on_call = lambda call: mapped.append(region.mapped_bytes)
+    late.then = lambda call: mapped.append(region.mapped_bytes)
     assert region.pause().paused == (region.tag,)
     assert calls[:3] == ["first prepare", "second prepare", "late prepare"]
     assert calls[3:] == ["first leave", "second leave", "late leave"]
     assert mapped[-1] > 0  # the region was still there
     del calls[:]
-    late.on_call = lambda call: block.check()  # the region is there again
+    late.then = lambda call: block.check()  # the region is there again
     assert region.resume().resumed == (region.tag,)
     assert calls == ["late come back", "second come back", "first come back"]
 
@@ -146,7 +137,7 @@ class World:
     def paused_regions(self) -> set[str]:
         return {tag for tag, region in self.regions.items() if region.state == "paused"}
 
-    def check(self, guests: list[Visitor]) -> None:
+    def check(self, guests: list[Noted]) -> None:
         """A guest is away exactly while all of its tags are paused."""
         paused, found = self.paused_regions() | (self.paused - set(self.regions)), states()
         for guest in guests:
@@ -261,7 +252,7 @@ def test_a_bound_ends_the_wait_for_guests_before_and_after_the_commit(make: Make
         assert inside.wait(60)
         controls.go_on("cuEventSynchronize")
 
-    visit("slow", first.tag).on_call = stay
+    visit("slow", first.tag).then = stay
     visit("other", second.tag)
     visit("third", third.tag)
     second.pause()
@@ -284,7 +275,7 @@ def test_a_bound_ends_the_wait_for_guests_before_and_after_the_commit(make: Make
 
 def test_guest_that_moves_guests_raises_instead_of_waiting_for_itself(make: Make, visit: Visit) -> None:
     region, other = make(), make()
-    visit("guest", region.tag).on_call = lambda call: other.pause() if call == "leave" else None
+    visit("guest", region.tag).then = lambda call: other.pause() if call == "leave" else None
     visit("second", other.tag)
     with pytest.raises(memsaver.GuestError, match="called a transition of guests"):
         region.pause()
@@ -308,10 +299,10 @@ def test_stats_list_guests_in_their_order(visit: Visit, fresh_tag: Callable[[], 
 
 def test_guest_that_is_away_can_be_removed(make: Make, visit: Visit, calls: list[str]) -> None:
     region = make()
-    guest = Visitor("guest", region.tag, calls)
+    guest = Noted("guest", region.tag, calls)
     memsaver.register(guest)
     with pytest.raises(ValueError, match="there is a guest 'guest'"):
-        memsaver.register(Visitor("guest", region.tag, calls))
+        memsaver.register(Noted("guest", region.tag, calls))
     region.pause()
     memsaver.unregister(guest)
     region.resume()

@@ -10,37 +10,27 @@ pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver.ray import Colocated, Group  # noqa: E402
-from tests.support import MIB, Block, Make  # noqa: E402
-
-
-class Connections(memsaver.Guest):
-    """``refusing``: the stage that raises."""
-
-    refusing = ""
-
-    def _check(self, stage: str) -> None:
-        if stage == self.refusing:
-            raise OSError(f"no {stage}")
-
-    def prepare(self) -> None:
-        self._check("prepare")
-
-    def leave(self) -> None:
-        self._check("leave")
-
-    def come_back(self) -> None:
-        self._check("come back")
+from tests.support import MIB, Block, Make, Visitor  # noqa: E402
 
 
 class Pair:
-    """An engine with a region, and a trainer with a region and two guests: one with its tag, one with a tag alone."""
+    """An engine with a region, and a trainer with a region and two guests: one with its tag, one with a tag alone.
+
+    ``refusing``: the stage in which the second guest raises an error.
+    """
+
+    refusing = ""
 
     def __init__(self, make: Make, alone: str) -> None:
         self.weights, self.params = make("host"), make("host")
         self.blocks = [Block(self.weights, MIB, 1), Block(self.params, MIB, 2)]
-        self.guests = [Connections("of a region", self.params.tag), Connections("by name", alone)]
+        self.guests = [Visitor("of a region", self.params.tag), Visitor("by name", alone, self.refuse)]
         phases = {"rollout": {"engine": [self.weights.tag]}, "train": {"trainer": [self.params.tag, alone]}}
         self.group = Group(engine=Colocated(), trainer=Colocated(), phases=phases)
+
+    def refuse(self, stage: str) -> None:
+        if stage == self.refusing:
+            raise OSError(f"no {stage}")
 
     def states(self) -> list[str]:
         guests = [each.state for each in memsaver.stats().guests]
@@ -48,10 +38,10 @@ class Pair:
         return [self.weights.state, self.params.state, guests[0]]
 
     def fails(self, name: str, text: str, stage: str, **options: Any) -> Any:
-        self.guests[1].refusing = stage
+        self.refusing = stage
         with pytest.raises(memsaver.Error, match=f"trainer 0 could not {text}") as raised:
             self.group.enter(name, **options)
-        self.guests[1].refusing = ""
+        self.refusing = ""
         return raised.value.__cause__
 
 

@@ -23,7 +23,7 @@ from memsaver._adapter import adapter
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
 from memsaver.turns.turn import Turns
-from tests.support import MIB, Block, check, until
+from tests.support import MIB, Block, Visitor, check, until
 
 FOLDER = os.path.dirname(memsaver.__file__)
 CALLS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if name in dis.opmap}
@@ -72,14 +72,6 @@ class Interrupts:
             return local
 
         return local
-
-
-class Visitor(memsaver.Guest):
-    def leave(self) -> None:
-        pass
-
-    def come_back(self) -> None:
-        pass
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import torch
 
 import memsaver
 from tests import controls
-from tests.support import MIB, Block, Fill, Make, check, host_held_bytes, host_used_bytes, until
+from tests.support import MIB, Block, Fill, Make, Visitor, check, host_held_bytes, host_used_bytes, until
 
 
 class Sides:
@@ -86,6 +86,11 @@ def test_the_first_use_waits(sides: Sides, use: str) -> None:
     sides.blocks[1].check()
 
 
+def busy(call: str) -> None:
+    if call == "leave":
+        raise LookupError("busy")
+
+
 @contextmanager
 def failing(stage: str, sides: Sides) -> Iterator[type[Exception]]:
     """Lets the transition of late and lingering regions fail in this stage. Gives the class of its error."""
@@ -103,12 +108,7 @@ def failing(stage: str, sides: Sides) -> Iterator[type[Exception]]:
         yield memsaver.BackupError
         memsaver.configure(host_limit=None)
     elif stage == "guests":
-
-        class Guest(memsaver.Guest):
-            def leave(self) -> None:
-                raise LookupError("busy")
-
-        guest = Guest("late test", sides.cache.tag)
+        guest = Visitor("late test", sides.cache.tag, busy)
         memsaver.register(guest)
         yield memsaver.GuestError
         memsaver.unregister(guest)
@@ -296,11 +296,8 @@ def test_a_late_region_with_wrong_contents_raises_once(make: Make, tag: str) -> 
 
 
 def test_guests_and_rebuilds_of_a_late_region_do_not_wait_for_it(sides: Sides, tag: str) -> None:
-    class Guest(memsaver.Guest):
-        def leave(self) -> None:
-            pass
-
-        def come_back(self) -> None:
+    def enter(call: str) -> None:
+        if call == "come back":
             with sides.optimizer:
                 entered.append(sides.optimizer.state)
 
@@ -311,8 +308,7 @@ def test_guests_and_rebuilds_of_a_late_region_do_not_wait_for_it(sides: Sides, t
 
     entered: list[str] = []
     derived = memsaver.region(tag, "cpu", memsaver.Derived(rebuild, after=[sides.optimizer.tag]))
-    guest = Guest("late test", sides.optimizer.tag)
-    memsaver.register(guest)
+    memsaver.register(Visitor("late test", sides.optimizer.tag, enter))
     try:
         memsaver.pause([derived, sides.optimizer])
         memsaver.define_phase("train", sides.params, late=[sides.optimizer, derived])

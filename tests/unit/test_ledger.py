@@ -19,7 +19,7 @@ from memsaver import _core, errors, ledger, process_names
 from memsaver.ledger import LedgerRow, accounts, reports
 from memsaver.ledger.accounts import Device, Part, Report, account
 from tests import controls
-from tests.support import GIB, MIB, PAGE, Make, Peer, blocks, host_held_bytes, run_clean, used_bytes
+from tests.support import GIB, MIB, PAGE, Make, Peer, blocks, host_held_bytes, used_bytes
 
 Sums = dict[tuple[int | None, str], int]  # bytes by pid and kind
 
@@ -343,14 +343,3 @@ def test_torchs_memory_outside_of_regions_is_one_part(monkeypatch: pytest.Monkey
         assert reports._torch_bytes(device, inside) == expected
     monkeypatch.delattr(torch.cuda, "memory_reserved")
     assert reports._torch_bytes("cuda:0", 60) == 0
-
-
-def test_the_account_does_not_load_torch() -> None:
-    out = run_clean("""
-        import sys, memsaver
-        region = memsaver.region("a", device="cpu")
-        held = region._core.allocate_array(1 << 20)
-        rows = memsaver.stats().devices["cpu"].ledger.rows
-        print([row.kind for row in rows], "torch" in sys.modules)
-    """)
-    assert out == "['region'] False\n"

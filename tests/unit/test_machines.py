@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-import os
 import sys
 import time
 import traceback
@@ -25,7 +24,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -47,24 +45,13 @@ from tests.support import (
     Fill,
     Ledger,
     drop_backups,
+    exploration,
     fast_directory,
     free_bytes,
     host_held_bytes,
     segments,
     unnamed_files,
     use_device,
-)
-
-EXPLORE = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
-SETTINGS = settings(
-    max_examples=EXPLORE or 60,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=not EXPLORE,
-    database=None,
-    report_multiple_bugs=False,
-    phases=[Phase.generate, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
 )
 
 ROOM = 160 * MIB  # of the device, for one sequence
@@ -853,7 +840,7 @@ class Device(RuleBasedStateMachine):
 def test_a_random_sequence_on_a_device_under_work_is_as_the_model_says(tmp_path: Path) -> None:
     with fast_directory(tmp_path) as directory:
         memsaver.configure(disk_dir=directory)
-        run_state_machine_as_test(Device, settings=SETTINGS)
+        run_state_machine_as_test(Device, settings=exploration(60, 40))
         assert unnamed_files(directory) == []
         memsaver.configure(disk_dir=tmp_path)
 

@@ -23,7 +23,7 @@ import memsaver
 from memsaver import _results
 from tests.broker_support import Running
 from tests.pool_support import Worker
-from tests.support import MIB, ROOT, Block, Make, check, run_python, until
+from tests.support import MIB, ROOT, Block, Make, Visitor, check, run_python, until
 
 prometheus_client = pytest.importorskip("prometheus_client")
 from memsaver import metrics  # noqa: E402
@@ -39,11 +39,8 @@ PAUSED = (
 )
 
 
-class Stubborn(memsaver.Guest):
-    def leave(self) -> None:
-        pass
-
-    def come_back(self) -> None:
+def stubborn(call: str) -> None:
+    if call == "come back":
         raise OSError("no network")
 
 
@@ -78,7 +75,7 @@ def growth(before: dict[Sample, float]) -> dict[Sample, float]:
 def test_the_collector_has_the_sums_of_the_history_and_the_bytes_of_stats(make: Make, tag: str) -> None:
     region, other = make("host"), make("host")
     blocks = [Block(region, 3 * MIB), Block(other, 2 * MIB)]
-    memsaver.register(Stubborn("stubborn", tag))
+    memsaver.register(Visitor("stubborn", tag, stubborn))
     last, before = memsaver.history()[-1:], own()
     region.pause()
     memsaver.switch(pause=other, resume=region)

@@ -41,7 +41,7 @@ def test_version_and_requirements_are_the_same_everywhere() -> None:
 def test_library_and_broker_run_without_torch() -> None:
     source = """
         import sys
-        sys.modules["torch"] = None  # any import of it raises ImportError
+        sys.modules["torch"] = sys.modules["ray"] = None  # any import of them raises ImportError
         import memsaver
         from memsaver import cli
         region = memsaver.region("a", device="cpu", backup="host")
@@ -54,6 +54,12 @@ def test_library_and_broker_run_without_torch() -> None:
                 assert "needs torch; expected it from pip install 'memsaver[torch]'" in str(error), error
             else:
                 raise AssertionError(use)
+        try:
+            import memsaver.ray
+        except ModuleNotFoundError as error:
+            assert "memsaver.ray needs Ray" in str(error) and "pip install 'memsaver[ray]'" in str(error), error
+        else:
+            raise AssertionError
         print(region.state, cli.main(["config"]))
     """
     assert run_clean(source).splitlines()[-1] == "active 0"

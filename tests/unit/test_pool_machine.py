@@ -7,14 +7,12 @@ The model sees the messages to clients: grants, the ends of demands, and drops. 
 from __future__ import annotations
 
 import itertools
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
@@ -27,18 +25,7 @@ from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import OverCapacityError
 from memsaver.broker.server import Connection
 from tests.broker_support import PLENTY, CountedMemory, made
-
-EXPLORE = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
-SETTINGS = settings(
-    max_examples=EXPLORE or 150,
-    stateful_step_count=50,
-    deadline=None,
-    derandomize=not EXPLORE,
-    database=None,
-    report_multiple_bugs=False,
-    phases=[Phase.generate, Phase.shrink],
-    suppress_health_check=list(HealthCheck),
-)
+from tests.support import exploration
 
 GIB, LARGE, MEDIUM, SMALL = CLASSES
 CAPACITY = GIB + LARGE + 4 * MEDIUM
@@ -421,4 +408,4 @@ class Books(RuleBasedStateMachine):
 
 
 def test_the_pool_agrees_with_the_messages_to_clients() -> None:
-    run_machine(Books, settings=SETTINGS)
+    run_machine(Books, settings=exploration(150, 50))

@@ -179,7 +179,10 @@ def test_exit_with_live_tensors_and_paused_regions_is_clean() -> None:
         memsaver.configure(retain="64MiB")
         regions = [memsaver.region(f"r{i}", device="cpu", backup=("none", "host")[i % 2]) for i in range(4)]
         tensors = [region.empty((1000, 1000)) for region in regions for _ in range(3)]
-        memsaver.pause(["r0", "r1"])
+        memsaver.pause(["r0", "r1", "r3"])
+        of_active, of_paused = memsaver.cpu_backup(tensors[-1]), memsaver.cpu_backup(tensors[3])
+        regions[3].resume()
+        of_active.zero_()
         transition = memsaver._core.Transition([], [regions[1]._core], None, 0.0, 0.0)
         transition.begin()
         stack = regions[2].__enter__()

@@ -312,6 +312,8 @@ def test_pausing_a_region_from_inside_refuses_allocations_until_it_is_resumed(ma
     region = make("host")
     with region:
         kept = torch.arange(10)
+        with pytest.raises(memsaver.Error, match="inside it"):
+            memsaver.start(pause=region)  # nobody waits for it: more could be allocated meanwhile
         region.pause()
         with pytest.raises(memsaver.RegionPausedError):
             torch.ones(3)

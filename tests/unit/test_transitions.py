@@ -350,19 +350,3 @@ def test_a_capture_that_torch_did_not_begin_can_be_announced(make: Make, threads
         act()
     region.resume()
     held[0].check()
-
-
-def test_memory_freed_during_a_capture_is_reused_after_its_end(make: Make) -> None:
-    region = make()
-    held = blocks(region, [PAGE, PAGE])
-    address = held[0].address
-    _core.capture_begins()
-    del held[0]
-    assert (region.allocated_bytes, region.mapped_bytes) == (PAGE, 2 * PAGE)
-    during = Block(region, PAGE)
-    assert during.address != address
-    _core.capture_ends()
-    after = Block(region, PAGE)
-    assert after.address == address
-    del held, during, after
-    assert region.mapped_bytes == 0
