@@ -63,22 +63,6 @@ def contents(client: Client, chunk: int, size: int = PAGE) -> mmap.mmap:
 # Lending
 
 
-def test_a_chunk_keeps_its_contents_between_clients(broker: Local) -> None:
-    one, two = broker.client(), broker.client()
-    assert one.capacity == GIB
-    [chunk] = one.borrow(PAGE, PAGE)
-    with contents(one, chunk) as memory:
-        memory[:5] = b"hello"
-    one.give([chunk])
-    assert two.borrow(PAGE, PAGE) == [chunk]
-    with contents(two, chunk) as memory:
-        assert memory[:5] == b"hello"
-    two.give([chunk])
-    one.want(PAGE, PAGE)
-    assert one.take(PAGE) == [(chunk, PAGE, protocol.FOREIGN)]  # of which it has the descriptor
-    assert len(one.files) == len(two.files) == 1
-
-
 def test_the_last_packet_of_a_grant_has_the_place_in_the_queue(broker: Local) -> None:
     """Also if the packet is full: the client reads there how many of its messages the broker has served."""
     one, two = broker.client(), broker.client()
@@ -102,15 +86,6 @@ def test_the_last_packet_of_a_grant_has_the_place_in_the_queue(broker: Local) ->
         sizes.append(len(message.files))
         message.close()
     assert sizes == [250, 1]
-
-
-def test_a_demand_beyond_the_capacity_is_refused_and_its_client_goes_on(broker: Local) -> None:
-    client = broker.client()
-    request = client.want(GIB + PAGE)
-    code, refused, text = client.refusal()
-    assert (code, refused) == ("over_capacity", request)
-    assert str(GIB + PAGE) in text and str(GIB) in text
-    client.borrow(GIB)
 
 
 # Figures
@@ -447,22 +422,6 @@ def test_another_user_is_refused(broker: Local) -> None:
     assert run_clean(program) == "kept out\n"
     broker.path.chmod(0o777)
     assert run_clean(program) == "True\n"
-
-
-def test_many_connections_leak_nothing(broker: Local) -> None:
-    bystander = broker.client()
-    bystander.look()
-    before = descriptors()
-    for number in range(300):
-        client = Client(broker.path)
-        if number % 10 == 0:
-            chunks = client.borrow(PAGE, PAGE)
-            client.give(chunks)
-            client.drop(*chunks)
-            client.look()
-        client.close()
-    bystander.say("trim", 1, 0)
-    until(lambda: descriptors() <= before)
 
 
 def test_a_broker_without_descriptors_reports_it_and_recovers() -> None:

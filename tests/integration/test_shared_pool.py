@@ -125,32 +125,6 @@ def test_the_pool_is_the_source_of_memory_after_the_process_joined(broker: Local
 # Waiting and shortage
 
 
-def test_a_resume_without_memory_raises_at_its_bound_and_names_the_holders(broker: Local) -> None:
-    with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
-        two.run(f"held = hold('b', {LARGE}, 'host', 2)")
-        for timeout_s in (0, 0.3):
-            before = settled(broker)["total_bytes"]
-            text = one.fails(f"memsaver.resume(memory_timeout={timeout_s})")
-            bytes_held = held(broker, two)
-            rows = f"[({two.pid}, {process_name(two.pid)!r}, {bytes_held})]"
-            assert text.startswith("OutOfMemoryError") and one.run(f"print({HOLDERS})") == rows
-            assert f"(pid {two.pid}) {bytes_held / MIB:.1f} MiB" in text
-            waited_s = float(one.run("print(repickled(error).waited_s)"))
-            if timeout_s == 0:
-                assert waited_s == 0 and "waiting" not in text
-            else:
-                assert timeout_s <= waited_s < 60 and f" free after waiting {waited_s:.2f} s; " in text
-            assert int(one.run("print(error.needed_bytes)")) >= LARGE
-            assert int(one.run("print(error.free_bytes)")) == CAPACITY - bytes_held
-            assert one.run("print(held.region.state, held.region.mapped_bytes)") == "paused 0"
-            assert int(one.run("print(held.region.backup_bytes)")) == LARGE
-            after = settled(broker)
-            assert held(broker, one) == 0 and after["total_bytes"] - after["idle_bytes"] == bytes_held
-            assert before <= CAPACITY
-        two.run("held.check(); memsaver.pause()")
-        one.run("memsaver.resume(memory_timeout=60); held.check()")
-
-
 def test_a_wait_that_times_out_gives_its_chunks_back(broker: Local) -> None:
     with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)", "memsaver.pause()") as one, Worker(broker) as two:
         two.run("held = hold('b', 32 * MIB, 'host', 2)")
@@ -420,20 +394,6 @@ def test_a_child_forked_before_the_import_of_memsaver_is_waited_for(broker: Loca
                 text = two.fails(f"region._core.allocate_array({LARGE})")
                 assert f"(pid {child})" in text and f"(pid {one.pid})" not in text
             until(lambda: is_back(broker), SECOND_S)
-        two.run(f"held = Held(region, {LARGE}); held.check()")
-
-
-def test_memory_of_a_stopped_client_is_not_granted(broker: Local) -> None:
-    with Worker(broker, f"held = hold('a', {LARGE}, 'host', 1)") as one, Worker(broker) as two:
-        one.stop()
-        two.run("region = memsaver.region('b', device='cpu')")
-        assert f"(pid {one.pid})" in two.fails(f"region._core.allocate_array({LARGE})")
-        assert not broker.row(one.pid)["exited"]
-        one.go_on()
-        one.run("held.check()")
-        one.stop()
-        one.kill()
-        until(lambda: is_back(broker), SECOND_S)
         two.run(f"held = Held(region, {LARGE}); held.check()")
 
 

@@ -106,26 +106,3 @@ def test_thousands_of_regions_have_entry_points_and_then_comes_a_clear_error() -
             print(len(points), error)
     """)
     assert out.startswith("4096 region 'one too many' is one too many")
-
-
-def test_frees_in_a_forked_child_and_while_the_interpreter_goes_down_are_harmless() -> None:
-    run_clean("""
-        import atexit, ctypes, os, sys, memsaver
-        region = memsaver.region("a", device="cpu", backup="host")
-        alloc, free = region._core.entry_points()
-        alloc = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(alloc)
-        free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(free)
-        addresses = [alloc(2 << 20, 0, None) for _ in range(10)]
-        child = os.fork()
-        if child == 0:
-            free(addresses[0], 2 << 20, 0, None)
-            os._exit(0 if alloc(2 << 20, 0, None) is None else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert region.allocated_bytes == 20 << 20
-        atexit.register(lambda: [free(address, 2 << 20, 0, None) for address in addresses[:5]])
-        class Late:
-            def __init__(self): self.free, self.address = free, addresses[7]
-            def __del__(self): self.free(self.address, 2 << 20, 0, None)
-        sys.late = Late()
-        region.pause()
-    """)

@@ -6,10 +6,8 @@ import functools
 import io
 import logging
 import os
-import signal
 import sys
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +18,7 @@ import memsaver
 from memsaver import _core, _results
 from memsaver.turns.members import Colocated
 from tests import controls
-from tests.support import MIB, Block, Make, check, run_clean, until
+from tests.support import MIB, Block, Make, run_clean, until
 
 BATCH, ALL = 64 * MIB, 192 * MIB  # of copies, and of a region
 
@@ -132,45 +130,19 @@ def test_blocks_of_a_file_count_one_by_one(make: Make, tmp_path: Path) -> None:
     block = Block(region, ALL)
     controls.hold("cuMemcpyDtoHAsync", after=12)  # of 8 MiB
     moving = memsaver.start(pause=region)
-    until(lambda: under_way().progress == (BATCH, ALL))
+    core = under_way()
+    until(lambda: core.progress == (BATCH, ALL))
     assert controls.stopped("cuMemcpyDtoHAsync")
     controls.go_on("cuMemcpyDtoHAsync")
-    moving.result(60)
+    assert (moving.result(60).copied_bytes, core.progress) == (ALL, (ALL, ALL))
     controls.hold("cuMemcpyHtoDAsync", after=3)
     moving = memsaver.start(resume=region)
-    until(lambda: under_way().progress == (24 * MIB, ALL))
+    core = under_way()
+    until(lambda: core.progress == (24 * MIB, ALL))
     assert controls.stopped("cuMemcpyHtoDAsync")
     controls.go_on("cuMemcpyHtoDAsync")
-    moving.result(60)
+    assert (moving.result(60).copied_bytes, core.progress) == (ALL, (ALL, ALL))
     block.check()
-
-
-@pytest.mark.parametrize("kind", ["host", "disk", "in pieces"])
-def test_all_planned_bytes_are_copied_at_the_end(
-    make: Make, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    memsaver.configure(disk_dir=tmp_path)
-    regions = [make("disk" if kind == "disk" else "host") for _ in range(2)]
-    held = [Block(region, ALL, seed) for seed, region in enumerate(regions)]
-    cores: list[Any] = []
-
-    def noted(recorder: _results.Recorder) -> Any:
-        cores.append(recorder.core())
-        return nullcontext()
-
-    monkeypatch.setattr(memsaver.transitions, "display", lambda progress: noted)
-    if kind == "in pieces":
-        regions[0].pause(lazy=True)
-        regions[0].pause(lazy=False)
-        assert [cores.pop().progress, cores.pop().progress] == [(ALL, ALL), (0, 0)]
-    else:
-        regions[0].pause()
-        assert cores.pop().progress == (ALL, ALL)
-    done = memsaver.switch(pause=regions[1], resume=regions[0])
-    assert cores.pop().progress == (2 * ALL, 2 * ALL) == (done.copied_bytes, 2 * ALL)
-    regions[1].resume()
-    assert cores.pop().progress == (ALL, ALL)
-    check(held)
 
 
 def test_a_second_attempt_of_a_resume_counts_from_the_beginning(make: Make) -> None:
@@ -284,25 +256,6 @@ def test_an_error_closes_the_bar_and_is_that_of_the_call(
     monkeypatch.setattr(stderr, "write", functools.partial(os.write, -1))  # an error of the display is none of the call
     region.resume(progress=True)
     assert unhandled == []
-    block.check()
-
-
-def test_an_interrupt_reaches_the_caller_of_a_shown_call(make: Make, stderr: Terminal) -> None:
-    region = make("host")
-    block = warm(region)
-    assert _core.acquire([region._core]) is None  # as a guarded launch
-
-    def interrupt() -> None:
-        until(lambda: [each.name for each in memsaver.history()[-1].stages][-1:] == ["launches"])
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-    interrupter = threading.Thread(target=interrupt)
-    interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
-        region.pause(timeout=60, progress=True)
-    interrupter.join()
-    _core.release([region._core])
-    assert region.state == "active" and not is_shown() and stderr.getvalue().endswith("\n")
     block.check()
 
 
