@@ -21,7 +21,7 @@ import memsaver
 from memsaver import _core, errors
 from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.public_api import NOT_CONSTRUCTIBLE, Name, public_names, signature
+from tests.public_api import NOT_CONSTRUCTIBLE, public_names, signature
 from tests.support import MIB, PAGE, Make, blocks, free_bytes, run_clean
 
 HAS_RAY = find_spec("ray") is not None
@@ -87,15 +87,14 @@ def has_any(hint: Any) -> bool:
     return any(map(has_any, parts[:1] if isinstance(origin, type) and issubclass(origin, Mapping) else parts))
 
 
-@pytest.mark.parametrize("name", public_names(), ids=str)
-def test_public_names_have_types_and_no_internal_parameters(name: Name) -> None:
-    assert name.value is not None
-    if not name.is_class:
-        assert not has_any(name.returns())
-    if name.value not in NOT_CONSTRUCTIBLE and not name.is_property:
-        assert not [
-            each for each in signature(name.value if name.is_class else name.function).parameters if each[0] == "_"
-        ]
+def test_public_names_have_types_and_no_internal_parameters() -> None:
+    for name in public_names():
+        assert name.value is not None, name
+        if not name.is_class:
+            assert not has_any(name.returns()), name
+        if name.value not in NOT_CONSTRUCTIBLE and not name.is_property:
+            parameters = signature(name.value if name.is_class else name.function).parameters
+            assert not [each for each in parameters if each[0] == "_"], name
 
 
 def test_there_are_no_other_names() -> None:

@@ -22,8 +22,6 @@ SECTIONS = {"Args", "Attributes", "Returns", "Yields", "Raises", "Examples"}
 # An example is required of functions, of classes, and of the methods of these classes.
 WITH_EXAMPLES = {"Region", "TransitionFuture", "Group"}
 
-each_name = pytest.mark.parametrize("name", PUBLIC, ids=str)
-
 
 def docstring(name: Name) -> str:
     return inspect.cleandoc(name.value.__doc__ or "")
@@ -104,18 +102,16 @@ def in_async_actor(name: Name) -> bool:
     return name.owner is not None and name.owner.__name__ == "AsyncColocated"
 
 
-@each_name
-def test_docstring_has_all_sections(name: Name) -> None:
-    if not in_async_actor(name):
-        assert list(complaints(name)) == []
+def test_docstrings_have_all_sections() -> None:
+    assert [(str(name), each) for name in PUBLIC if not in_async_actor(name) for each in complaints(name)] == []
 
 
-@pytest.mark.parametrize("name", [each for each in PUBLIC if in_async_actor(each)], ids=str)
-def test_async_actor_has_the_methods_of_colocated(name: Name) -> None:
-    method = name.name.rpartition(".")[2]
-    other = getattr(memsaver.ray.Colocated, method)
-    assert docstring(name) == f"``Colocated.{method}()`` as a coroutine."
-    assert signature(name.function) == signature(other)
+def test_async_actor_has_the_methods_of_colocated() -> None:
+    for name in filter(in_async_actor, PUBLIC):
+        method = name.name.rpartition(".")[2]
+        other = getattr(memsaver.ray.Colocated, method)
+        assert docstring(name) == f"``Colocated.{method}()`` as a coroutine."
+        assert signature(name.function) == signature(other)
 
 
 # Examples
