@@ -2,7 +2,6 @@
 #                ARGS="--steps 10": for the loop.  TRACE=run.json: writes its timeline, and a picture of its memory, run.svg
 # make test      all tests, in several processes; those for a GPU are skipped, with the reason, where there is none.
 #                ARGS="-k name": for pytest.  JOBS=0: in one process, as on a machine with a GPU
-#                ASYNC=1: on a host device that is busy, as a GPU is, and whose marks and copies come late
 # make test-fast an answer within 3 minutes on two cores: most files of tests/unit
 # make test-torch  the tests of tests/torch_cuda, which run torch's CUDA wheels without a GPU; it downloads them once, 1 to
 #                2 GB each. VERSIONS="2.11.0 2.13.0" chooses them
@@ -84,7 +83,7 @@ demo: $(READY)
 	$(if $(TRACE),$(RUN) -m memsaver trace plot $(TRACE) -o $(basename $(TRACE)).svg)
 
 test: $(READY)
-	$(if $(ASYNC),MEMSAVER_TEST_ASYNC=1) $(RUN) -m pytest $(WORKERS) $(ARGS)
+	$(RUN) -m pytest $(WORKERS) $(ARGS)
 
 test-fast: $(READY)
 	$(RUN) -m pytest -q $(WORKERS) tests/unit $(LONG:%=--ignore=tests/unit/test_%.py) $(ARGS)

@@ -31,12 +31,6 @@ from memsaver import _core, _guests  # noqa: E402
 from memsaver.turns import phases  # noqa: E402
 from tests import controls, gpus  # noqa: E402
 
-LATE = os.environ.get("MEMSAVER_TEST_ASYNC", "0") != "0"
-if LATE:
-    from tests import late_device
-
-    late_device.install()
-
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts jobs in the background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -67,10 +61,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is not None:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
-    for item in items if LATE else ():
-        for name, why in late_device.EXEMPT.items():
-            if item.nodeid.partition("[")[0].endswith(name):
-                item.add_marker(pytest.mark.skip(reason=f"not on a late device: {why}"))
 
 
 def _leaves_it_unusable(item: pytest.Item) -> bool:
@@ -133,7 +123,7 @@ def _run_apart(root: Path, tests: list[str], on_gpus: bool) -> dict[str, str | N
     environment = {**os.environ, "PYTEST_APART": "1"}
     environment.pop("MEMSAVER_HOST_DEVICE")
     if on_gpus:
-        environment |= {**gpus.environment(), "MEMSAVER_TEST_ASYNC": "0"}
+        environment |= gpus.environment()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "--runxfail", "-p", "no:cacheprovider", "-o", "junit_logging=all", f"--junitxml={report}"]
@@ -221,14 +211,10 @@ def nothing_left_behind() -> Iterator[None]:
     An exception that a test caught keeps the test's tensors in a cycle. They are freed before the next counts bytes.
     """
     gc.collect()
-    if LATE:
-        late_device.begin()
     yield
     controls.disarm()
     controls.virtual_clock(False)
     controls.reset()
-    if LATE:
-        late_device.end()
     while _core.capturing():
         _core.capture_ends()
     memsaver.configure(retain=0, host_limit=None, memory_timeout=0, lazy=False, verify=False)

@@ -386,7 +386,6 @@ class Memory:
 @pytest.fixture
 def memory() -> Iterator[Memory]:
     bench = Bench("cpu")
-    controls.reset()  # also in the mode of a late device: each test sets its own delays
     with bench.stack:
         address = bench.reserve(PAGE)
         handle = bench.create(PAGE)
