@@ -1,4 +1,4 @@
-"""The tables of wrong changes agree with the sources and with the tests."""
+"""The wrong changes agree with the sources and with the tests."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from tests.mutants import CPP, MUTANTS
-from tests.rewrites import REWRITES, ROOT, Rewrite
+from tests.mutants import CHANGES, CPP, MUTANTS, REWRITES
+from tests.rewrites import ROOT, Rewrite
 
 
 def test_every_mutant_changes_the_core_at_one_place() -> None:
@@ -25,10 +25,9 @@ def test_every_rewrite_changes_the_code_at_one_place() -> None:
 
 
 def test_the_tests_that_find_a_change_exist() -> None:
-    changes: list[Rewrite] = [*MUTANTS, *REWRITES]
-    assert all(change.tests for change in changes)
+    assert all(change.tests for change in CHANGES)
     cases = re.findall(r'TEST_CASE\("([^"]+)"\)', "".join(path.read_text() for path in ROOT.glob("tests/cpp/*.cpp")))
-    for test in {test for change in changes for test in change.tests}:
+    for test in {test for change in CHANGES for test in change.tests}:
         if test.startswith(CPP):
             assert test.removeprefix(CPP) in cases
             continue
