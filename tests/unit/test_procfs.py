@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
-import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from memsaver.broker import procfs
-from tests.support import end_main_thread
 
 FORKED, STARTED, EXITING = 0x400040, 0x400000, 0x4  # flags after a fork, after an exec, and of an exit
 
 
-def driver_files() -> set[int]:
-    """Descriptors of host devices' tables that this process holds. Devices of earlier tests may still exist."""
-    found = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
-            if os.path.basename(os.readlink(f"/proc/self/fd/{name}")).startswith("memsaver."):
-                found.add(int(name))
-    return found
-
-
 @contextmanager
-def forked(act: Callable[[], object] = lambda: None, but: Iterable[int] = ()) -> Iterator[int]:
-    """A child that has done something, and holds the descriptors of this process, those in ``but`` excepted."""
+def forked(act: Callable[[], object] = lambda: None) -> Iterator[int]:
+    """A child that has done something, and holds the descriptors of this process."""
     ready, tell = os.pipe()
     child = os.fork()
     if not child:
-        for file in but:
-            os.close(file)
         act()
         os.write(tell, b"1")
         signal.pause()
@@ -52,82 +35,23 @@ def forked(act: Callable[[], object] = lambda: None, but: Iterable[int] = ()) ->
         os.waitpid(child, 0)
 
 
-@pytest.fixture
-def others() -> set[int]:
-    """Descriptors of host devices that are not the test's own."""
-    return driver_files()
-
-
-@pytest.fixture
-def driver_file(tmp_path: Path, others: set[int]) -> Iterator[int]:
-    """A descriptor with the name of a host device's table."""
-    file = os.open(tmp_path / "memsaver.2.0.4096", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
-    yield file
-    os.close(file)
-
-
-# Real processes
-
-
-def keepers(inode: int) -> dict[int, set[int]]:
-    return {status.pid: inodes for status, inodes in procfs.keepers([0, inode])}
+# Real processes. test_monitor.py and tests/integration/test_shared_pool.py have more of them.
 
 
 def test_the_writers_of_a_pipe_are_found_and_its_readers_are_not() -> None:
     read, write = os.pipe()
     inode = os.fstat(read).st_ino
+
+    def keepers() -> dict[int, set[int]]:
+        return {status.pid: inodes for status, inodes in procfs.keepers([0, inode])}
+
     with forked() as both, forked(lambda: os.close(write)) as reader:
-        found = keepers(inode)
+        found = keepers()
         assert found[both] == {inode} and reader not in found
         assert os.getpid() not in found
-    assert both not in keepers(inode)
+    assert both not in keepers()
     os.close(write)
     os.close(read)
-
-
-def test_descendants_forked_with_driver_descriptors_are_inheritors(driver_file: int, others: set[int]) -> None:
-    ready, tell = os.pipe()
-
-    def fork() -> None:
-        if not (grandchild := os.fork()):
-            signal.pause()
-        os.write(tell, str(grandchild).encode())
-
-    without = forked(lambda: os.close(driver_file), but=others)
-    with forked(fork, but=others) as heir, without, subprocess.Popen(["sleep", "60"]) as program:
-        grandchild = int(os.read(ready, 20))
-        try:
-            assert procfs.inheritors(os.getpid()) == sorted([heir, grandchild])
-            assert procfs.inheritors(heir) == [grandchild]  # this process is older
-        finally:
-            os.kill(grandchild, signal.SIGKILL)
-        program.kill()
-    os.close(ready)
-    os.close(tell)
-
-
-def test_a_process_that_exits_shows_no_descriptors_and_is_found() -> None:
-    """Its main thread has ended, as that of a process that is being torn down, and another thread has not."""
-    read, write = os.pipe()
-
-    def exit_slowly() -> None:
-        threading.Thread(target=signal.pause).start()
-        signal.signal(signal.SIGUSR1, lambda *_: end_main_thread())
-
-    with forked(exit_slowly) as child, forked() as other:
-        os.kill(child, signal.SIGUSR1)
-        deadline = time.monotonic() + 60
-        while (status := procfs.read(child)) is None or status.state != "Z":
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        if not status.flags:
-            pytest.skip("the system tells no flags")
-        inode = os.fstat(read).st_ino
-        found = keepers(inode)
-        assert (found[child], found[other]) == (set(), {inode})
-        assert procfs.is_alive(child)
-    os.close(read)
-    os.close(write)
 
 
 def test_a_zombie_is_not_alive() -> None:
