@@ -38,20 +38,22 @@ class WaitsEndWith {
 };
 
 // Waits until `ready`, which is called with the lock held, or up to the deadline, or the exit. Returns whether it is
-// ready. `changed` is notified of changes. `looks`: calls WaitsEndWith::look(), which may take the GIL.
+// ready. `changed` is notified of changes. `looks`: calls WaitsEndWith::look(), which may take the GIL. `is_virtual`:
+// false for the work of another thread or process, which takes real time.
 template <typename Ready>
 bool wait_until(std::unique_lock<std::mutex>& lock, std::condition_variable& changed, Deadline deadline, Ready ready,
-                bool looks = true) {
-  for (Deadline looked = now(); !ready();) {
-    const Deadline at = now();
+                bool looks = true, bool is_virtual = clock_is_virtual()) {
+  const auto time = [=] { return is_virtual ? now() : Clock::now(); };
+  for (Deadline looked = time(); !ready();) {
+    const Deadline at = time();
     if (at >= deadline || waiting_is_over) return false;
-    if (!clock_is_virtual()) {
+    if (!is_virtual) {
       changed.wait_for(lock, std::min<Clock::duration>(kBetweenLooks, deadline - at));
-      if (now() - looked < kBetweenLooks || !looks) continue;
-      looked = now();
+      if (time() - looked < kBetweenLooks || !looks) continue;
+      looked = time();
     }
     lock.unlock();
-    if (clock_is_virtual()) sleep_for(kBetweenLooks);
+    if (is_virtual) sleep_for(kBetweenLooks);
     WaitsEndWith::look();
     lock.lock();
   }

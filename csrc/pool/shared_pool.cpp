@@ -156,21 +156,15 @@ Message SharedPool::call_broker(Kind kind, Deadline deadline, bool interruptible
   Message question = message_of(kind, {serial});
   question.words.insert(question.words.end(), words.begin(), words.end());
   send_locked(std::move(question));
-  std::exception_ptr interrupt;
-  while (!call.ended && Clock::now() < deadline && !waiting_is_over && !interrupt) {
-    changed_.wait_until(lock, std::min<Clock::time_point>(deadline, Clock::now() + kBetweenLooks));
-    if (!interruptible || call.ended) continue;
-    lock.unlock();
-    try {
-      between_looks();
-    } catch (...) {
-      interrupt = std::current_exception();
-    }
+  try {
+    wait_until(lock, changed_, deadline, [&] { return call.ended; }, interruptible, false);
+  } catch (...) {
     lock.lock();
+    calls_.erase(serial);
+    throw;
   }
   Call answered = std::move(call);
   calls_.erase(serial);
-  if (interrupt) std::rethrow_exception(interrupt);
   if (answered.answer && answered.answer->kind == Kind::refused)
     throw BrokerError("the broker at " + path_ + " refuses: " + answered.answer->text, path_);
   if (answered.answer) return std::move(*answered.answer);

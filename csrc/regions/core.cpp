@@ -97,7 +97,6 @@ Region& Core::region(const std::string& tag, const std::string& device_name, con
     regions_.push_back(std::make_unique<Region>(tag, on, options));
     made = entry->second = regions_.back().get();
   }
-  on.reclaimer.start();  // here, because an allocation must not start a thread
   refresh_peers();
   return *made;
 }

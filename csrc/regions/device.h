@@ -50,9 +50,8 @@ struct Device {
   // The shared pool, made at first use. Core::mutex is held.
   SharedPool& shared_pool() {
     if (shared == nullptr)
-      shared = std::make_unique<SharedPool>(*driver, [this](std::size_t bytes, std::uint64_t demand) {
-        bytes > 0 ? reclaimer.request_offered(bytes, demand) : reclaimer.request(true);
-      });
+      shared = std::make_unique<SharedPool>(
+          *driver, [this](std::size_t bytes, std::uint64_t demand) { reclaimer.request(bytes, demand); });
     return *shared;
   }
   void tell_offers() {  // to the broker. Without a lock

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
-#include <system_error>
 #include <utility>
 
 #include "pool/queries.h"
@@ -32,15 +31,6 @@ std::string text_of(std::size_t bytes) {
 
 }  // namespace
 
-void Reclaimer::start() {
-  std::lock_guard lock(mutex_);
-  try {
-    if (!worker_.started() && !stop_) worker_.start([this] { run(); });
-  } catch (const std::system_error&) {
-    // Without a thread the next call on this device checks the freed memory.
-  }
-}
-
 void Reclaimer::freed() {
   std::lock_guard lock(mutex_);
   freed_ = true;
@@ -53,47 +43,25 @@ void Reclaimer::copy_ahead() {
   changed_.notify_all();
 }
 
-void Reclaimer::request(bool tells) {
-  {
-    std::lock_guard lock(mutex_);
-    if (worker_.started()) {
-      ++requested_;
-      tells_ |= tells;
-      changed_.notify_all();
-      return;
-    }
+void Reclaimer::request(std::size_t offered, std::uint64_t demand) {
+  std::lock_guard lock(mutex_);
+  if (offered > 0) {
+    offered_ = offered;
+    demand_ = demand;
+  } else {
+    ++requested_;
+    tells_ = true;
   }
-  if (tells) device_.shared->send_reclaimed(false, 0, "");
-}
-
-void Reclaimer::request_offered(std::size_t bytes, std::uint64_t demand) {
-  {
-    std::lock_guard lock(mutex_);
-    if (worker_.started()) {
-      offered_ = bytes;
-      demand_ = demand;
-      changed_.notify_all();
-      return;
-    }
-  }
-  device_.shared->send_reclaimed(false, 0, "");
+  changed_.notify_all();
 }
 
 bool Reclaimer::finish(Deadline deadline) {
   std::unique_lock lock(mutex_);
-  if (!worker_.started()) return false;
-  ++requested_;
+  const std::uint64_t number = ++requested_;
   changed_.notify_all();
-  const std::uint64_t number = requested_;
-  // The clock of the deadline may be virtual, the thread's work takes real time.
-  const auto end = Clock::now() + std::max<Clock::duration>(deadline - now(), Clock::duration::zero());
-  while (ended_ < number && !stop_ && !waiting_is_over && Clock::now() < end) {
-    changed_.wait_until(lock, std::min<Clock::time_point>(end, Clock::now() + kBetweenLooks));
-    lock.unlock();
-    WaitsEndWith::look();
-    lock.lock();
-  }
-  return ended_ >= number;
+  const Clock::duration longest = std::max<Clock::duration>(deadline - now(), Clock::duration::zero());
+  const auto ended = [&] { return ended_ >= number; };
+  return wait_until(lock, changed_, Clock::now() + longest, ended, true, false);
 }
 
 void Reclaimer::python_is_done(std::size_t cached, const std::string& why) {

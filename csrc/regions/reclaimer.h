@@ -24,22 +24,21 @@ struct Device;
 
 class Reclaimer {
  public:
-  explicit Reclaimer(Device& device) : device_(device) {}
+  explicit Reclaimer(Device& device) : device_(device) {
+    worker_.start([this] { run(); });
+  }
 
-  // Both begin a pass. request(): returns at once. `tells`: the broker of the shared pool learns the memory that stays,
-  // when the first part of the pass is over, and, if more was to come, when Python has answered and at the end.
-  // finish(): waits for the end, up to the deadline; the caller holds no lock, torch's included. Returns whether the
-  // pass has ended.
-  void request(bool tells);
-  // Begins to evict so many bytes of offered chunks: see eviction.h. `demand`: its own regions are spared. Tells the
-  // broker the progress and the end.
-  void request_offered(std::size_t bytes, std::uint64_t demand);
+  // A request of the broker of the shared pool. Returns at once. `offered`: evicts so many bytes of offered chunks, see
+  // eviction.h, but none of the regions of `demand`. 0: begins a pass. The broker learns the memory that stays, when
+  // the first part of the pass is over, and, if more was to come, when Python has answered and at the end.
+  void request(std::size_t offered, std::uint64_t demand);
+  // Begins a pass, and waits for the end, up to the deadline; the caller holds no lock, torch's included. Returns
+  // whether the pass has ended.
+  bool finish(Deadline deadline);
   // Begins copies ahead of a demand: see copy_ahead() in eviction.h. Requests come first.
   void copy_ahead();
-  bool finish(Deadline deadline);
   // Called by the thread of Python, once for each query. `cached`: bytes of free blocks that torch keeps, and `why`.
   void python_is_done(std::size_t cached, const std::string& why);
-  void start();  // starts the thread, if it does not run. Without it there is no region, and nothing to return
   void freed();  // a segment was freed on which the device may still work
   void stop(Deadline deadline);
 

@@ -254,7 +254,7 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
   const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.memory_s));
   const Deadline began = now();  // after it, so that a wait of 0 s has passed at its begin
   if (!device_.pooled && deadline > began && device_.driver->memory().free + device_.retained.idle_bytes() < needed)
-    device_.reclaimer.request(false);  // a broker asks this process as it asks the others
+    device_.reclaimer.finish(now());  // begins it; a broker asks this process as it asks the others
   bool reclaims = true, looks = true;
   std::optional<Deadline> gone;  // the end of the wait for obstacles at offered chunks, after `deadline`
   for (bool snug = false;;) {

@@ -18,7 +18,7 @@ TEST_CASE("reclaimer: passes beside allocations, frees and transitions of other 
   std::atomic<bool> is_over = false;
   std::thread asking([&] {
     while (!is_over) {
-      test::device().reclaimer.request(false);
+      test::device().reclaimer.finish(now());
       std::this_thread::sleep_for(std::chrono::microseconds(200));
     }
   });
