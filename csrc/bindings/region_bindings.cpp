@@ -195,27 +195,11 @@ template <>
 inline constexpr auto fields<EntryPoints> =
     [](const EntryPoints& each) { return std::make_tuple(each.alloc, each.free); };
 
-// The memory of all regions at one moment. Each transition of a traced process makes two, so Python objects come later.
-struct RegionMemory {
-  struct Row {
-    const Region* region;
-    std::size_t mapped, offered;
-  };
-  std::vector<Row> held;
-
-  // Tag, device, mapped bytes and offered bytes of each region.
-  std::vector<std::tuple<std::string, std::string, std::size_t, std::size_t>> rows() const {
-    std::vector<std::tuple<std::string, std::string, std::size_t, std::size_t>> found;
-    for (const auto& [region, mapped, offered] : held)
-      found.emplace_back(region->tag, region->device.driver->name, mapped, offered);
-    return found;
-  }
-};
-
-RegionMemory region_memory() {
-  RegionMemory found;
+// Tag, device, mapped bytes and offered bytes of each region.
+std::vector<std::tuple<std::string, std::string, std::size_t, std::size_t>> region_memory() {
+  std::vector<std::tuple<std::string, std::string, std::size_t, std::size_t>> found;
   for (const Region* region : core().all_regions())
-    found.held.push_back({region, region->mapped_bytes(), region->offered_bytes()});
+    found.emplace_back(region->tag, region->device.driver->name, region->mapped_bytes(), region->offered_bytes());
   return found;
 }
 
@@ -234,7 +218,6 @@ void bind_regions(nb::module_& module) {
       .def_prop_ro("allocated_bytes", &looked<&Region::allocated_bytes>)
       .def_prop_ro("mapped_bytes", &looked<&Region::mapped_bytes>)
       .def_prop_ro("offered_bytes", &looked<&Region::offered_bytes>)
-      .def_prop_ro("reserved_bytes", &looked<&Region::reserved_bytes>)
       .def_prop_ro("residence", &looked<&Region::residence>)
       .def_prop_ro("sealed", &looked<&Region::sealed>)
       .def_prop_ro("discarded", &looked<&Region::discarded>)
@@ -259,7 +242,6 @@ void bind_regions(nb::module_& module) {
       "bind_default_pools", [](const std::string& library) { return default_pools().bind(library); }, "library"_a,
       unlocked);
   module.def("default_pool", &default_pool, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
-  nb::class_<RegionMemory>(module, "RegionMemory").def("rows", &RegionMemory::rows);
   module.def("region_memory", &region_memory);
   module.def("region_count", [] { return core().region_count(); });
   module.def("regions", [] { return core().all_regions(); }, nb::rv_policy::reference);

@@ -149,9 +149,6 @@ class Region : public RegionOptions {
     return locked([&] { return segments_.resting_bytes(); });
   }
   std::size_t mapped_bytes() const { return mapped_; }
-  std::size_t reserved_bytes() const {
-    return locked([&] { return placed ? segments_.live_bytes() : bytes_of(reserved_); });
-  }
   std::size_t largest_chunk() const;  // the largest class to be created for this region; 0: see one_handle
   Ranges live() const {               // segments in use, joined where they touch
     return locked([&] { return segments_.live(); });

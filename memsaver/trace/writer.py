@@ -105,7 +105,7 @@ class Writer:
     def _memory(self, at: float, memory: Any) -> str:
         """Counters of the devices whose memory has changed. ``memory``: None if the process has none any more."""
         held = {device: dict.fromkeys(owners, 0) for device, owners in self._held.items()}
-        for tag, device, mapped, offered in () if memory is None else memory.rows():
+        for tag, device, mapped, offered in memory or ():
             owners = held.setdefault(device, {})
             owners[tag] = owners.get(tag, 0) + mapped
             if offered:

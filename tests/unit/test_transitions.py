@@ -157,9 +157,9 @@ def test_the_option_bounds_waits_of_allocations_and_of_resumes_without_a_bound(
             region.resume(memory_timeout=0)
         assert caught.value.waited_s == 0
     memsaver.configure(memory_timeout=60)
-    fill = Fill(leave=PAGE)
+    fill, looks = Fill(leave=PAGE), controls.count("cuMemGetInfo")
     taken = threads.submit(other._core.allocate_array, size)
-    until(lambda: other._core.reserved_bytes > 0)
+    until(lambda: controls.count("cuMemGetInfo") > looks)
     assert not taken.done()
     fill.close()
     held_by_other = taken.result()
@@ -180,15 +180,16 @@ def test_an_allocation_that_waits_for_memory_ends_with_a_pause_and_on_an_interru
     region = make("none")
     memsaver.configure(memory_timeout=60)
     with Fill(leave=PAGE) as fill:
+        looks = controls.count("cuMemGetInfo")
         if end == "interrupt":
-            threads.submit(until, lambda: region._core.reserved_bytes > 0).add_done_callback(
+            threads.submit(until, lambda: controls.count("cuMemGetInfo") > looks).add_done_callback(
                 lambda _: os.kill(os.getpid(), signal.SIGINT)
             )
             with pytest.raises(KeyboardInterrupt):
                 region._core.allocate_array(48 * MIB)
         else:
             taken = threads.submit(region._core.allocate_array, 48 * MIB)
-            until(lambda: region._core.reserved_bytes > 0)
+            until(lambda: controls.count("cuMemGetInfo") > looks)
             with pytest.raises(memsaver.Error, match="another thread allocates in it"):
                 region.close()
             region.pause()
