@@ -34,13 +34,8 @@ class CommonSaver final : public Saver {
 
   void wait(std::size_t batch) override {
     const CommonMemory::Members present = memory_.present() & ~late_;
-    try {
-      for (std::size_t ahead = batch; ahead < std::min(batch + kBatchesAhead, batches_.size()); ++ahead)
-        queue(ahead, present);
-    } catch (const DriverError& error) {
-      if (error.context_lost) throw;
-      queue(batch, present);  // a later batch is tried again in its own turn
-    }
+    for (std::size_t ahead = batch; ahead < std::min(batch + kBatchesAhead, batches_.size()); ++ahead)
+      queue(ahead, present);
     for (auto next = copies_.begin(); next != copies_.end();) {
       if (next->batch > batch) {
         ++next;
@@ -78,13 +73,7 @@ class CommonSaver final : public Saver {
   }
 
   void finish(const Copy& queued) {
-    try {
-      driver_.wait(queued.ticket);
-    } catch (const DriverError& error) {
-      if (error.context_lost) throw;
-      queued_[queued.block] = false;
-      driver_.wait(copy(queued.block));  // the contents are still in the region: copy again
-    }
+    driver_.wait(queued.ticket);
     memory_.set_done(queued.block);
     backup_.copied_ += backup_.blocks_.bytes(queued.block);
   }

@@ -147,30 +147,18 @@ class DiskCopies final : public Saver, public Loader {
 
   void save(std::size_t block, const Staging& staging) {
     const auto pieces = backup_.pieces(block);
-    const auto copy = [&] {
-      for (const DiskBackup::Piece& piece : pieces)
-        staging.each(piece.in_block, piece.size, [&](std::byte* host, std::size_t done, std::size_t size) {
-          driver_.copy_out(host, piece.offset + done, size);
-        });
-      driver_.wait(driver_.mark(Direction::out));
-      backup_.save(block, staging.data());
-    };
-    try {
-      copy();
-    } catch (const Error&) {
-      drain_copies(driver_);
-      copy();  // a failed call is tried once more
-    }
+    for (const DiskBackup::Piece& piece : pieces)
+      staging.each(piece.in_block, piece.size, [&](std::byte* host, std::size_t done, std::size_t size) {
+        driver_.copy_out(host, piece.offset + done, size);
+      });
+    driver_.wait(driver_.mark(Direction::out));
+    backup_.save(block, staging.data());
     std::lock_guard lock(mutex_);
     for (const Range& range : ranges_of(pieces)) backup_.saved.add(range);
   }
 
   void load(std::size_t block, const Staging& staging) {
-    try {
-      backup_.load(block, staging.data());
-    } catch (const Error&) {
-      backup_.load(block, staging.data());  // a failed call is tried once more
-    }
+    backup_.load(block, staging.data());
     const auto pieces = backup_.pieces(block);
     const Ranges here = intersect(ranges_, ranges_of(pieces));
     {

@@ -28,21 +28,9 @@ class HostSaver final : public Saver {
   }
 
   void wait(std::size_t batch) override {
-    try {
-      queue_up_to(std::min(batch + kAhead, batches_.size()));
-    } catch (const DriverError& error) {
-      // A later batch is tried again in its own turn. This batch is tried again now: its contents are still in the
-      // region.
-      if (error.context_lost) throw;
-      queue_up_to(batch + 1);
-    }
+    queue_up_to(std::min(batch + kAhead, batches_.size()));
     if (tickets_[batch] == nullptr) return;
-    try {
-      driver_.wait(tickets_[batch]);
-    } catch (const DriverError& error) {
-      if (error.context_lost) throw;
-      driver_.wait(queue(batch));  // the contents are still in the region: copy again
-    }
+    driver_.wait(tickets_[batch]);
     for (const Range& range : todo_[batch]) backup_.saved.add(range);
   }
 

@@ -284,7 +284,7 @@ def test_a_half_paused_region_whose_contents_are_kept_is_not_named_as_discarded(
     held = with_a_gap(region)
     for error in Sweep("error", region.pause):
         if region.state == "paused" and region.mapped_bytes > 0:
-            controls.arm(2)  # synchronize, unmap
+            controls.arm(1, call="cuMemUnmap")
             with pytest.raises(memsaver.DriverError, match="cuMemUnmap") as caught:
                 region.pause(backup="none")  # its backup was made before: nothing is given up
             assert caught.value.discarded == ()
