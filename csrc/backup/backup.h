@@ -2,10 +2,8 @@
 #pragma once
 
 #include <cstddef>
-#include <deque>
 #include <functional>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "base/ranges.h"
@@ -37,23 +35,6 @@ class Loader {
   virtual std::size_t arrived(bool waits) = 0;
 };
 
-// Copies in from pinned memory, with a mark behind each kCopyBatch.
-class DirectLoader : public Loader {
- public:
-  std::size_t arrived(bool waits) final;
-
- protected:
-  explicit DirectLoader(Driver& driver) : driver_(driver) {}
-  void copy(Address address, const void* host, std::size_t size);
-
- private:
-  void mark();
-
-  Driver& driver_;
-  std::size_t unmarked_ = 0;                                  // bytes that are queued behind the last mark
-  std::deque<std::pair<Driver::Ticket, std::size_t>> marks_;  // and the bytes before each
-};
-
 // The contents of some parts of a region. A part lies within one segment. Parts are in the order of their offsets.
 class Backup {
  public:
@@ -82,6 +63,21 @@ class Backup {
   const Ranges parts_;
   const Ranges runs_;
   const std::size_t bytes_;
+};
+
+// Contents in pinned memory, copied directly from and to the device.
+class PinnedBackup : public Backup {
+ public:
+  // A copy: contiguous on both sides, and within a slab.
+  struct Piece {
+    std::size_t offset;
+    std::size_t size;
+    std::byte* host;
+  };
+  using Backup::Backup;
+  virtual std::vector<Piece> pieces(const Ranges& ranges) const = 0;
+  std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted) final;
+  void read(Range range, std::byte* to) final;
 };
 
 // After a failure: waits for queued copies, so that none of them accesses memory that is freed next. False: the

@@ -1,7 +1,6 @@
 #include "backup/common_backup.h"
 
 #include <algorithm>
-#include <cstring>
 #include <list>
 #include <utility>
 
@@ -100,29 +99,9 @@ class CommonSaver final : public Saver {
   CommonMemory::Members late_;                    // whose shares this process copies
 };
 
-namespace {
-
-class CommonLoader final : public DirectLoader {
- public:
-  CommonLoader(const Blocks& blocks, const CommonMemory& memory, Driver& driver, Ranges wanted)
-      : DirectLoader(driver), blocks_(blocks), memory_(memory), wanted_(std::move(wanted)) {}
-
-  void add(Range memory) override {
-    for (const Blocks::Piece& piece : blocks_.cut(intersect(wanted_, {memory})))
-      copy(piece.offset, memory_.at(piece.block) + piece.in_block, piece.size);
-  }
-
- private:
-  const Blocks& blocks_;
-  const CommonMemory& memory_;
-  const Ranges wanted_;
-};
-
-}  // namespace
-
 CommonBackup::CommonBackup(std::shared_ptr<CommonMemory> memory, Ranges parts,
                            const std::vector<CommonMemory::Sum>& sums, Deadline deadline)
-    : Backup(std::move(parts)), memory_(std::move(memory)), blocks_(runs()) {
+    : PinnedBackup(std::move(parts)), memory_(std::move(memory)), blocks_(runs()) {
   if (sums.size() != blocks_.count()) throw BadArgument("there are sums of other contents");
   memory_->rely(bytes(), sums, deadline);
   bool done = true;
@@ -135,17 +114,15 @@ std::unique_ptr<Saver> CommonBackup::saver(Driver& driver, Ranges batches) {
   return std::make_unique<CommonSaver>(*this, driver, std::move(batches));
 }
 
-std::unique_ptr<Loader> CommonBackup::loader(Driver& driver, Ranges wanted) {
-  return std::make_unique<CommonLoader>(blocks_, *memory_, driver, std::move(wanted));
+std::vector<PinnedBackup::Piece> CommonBackup::pieces(const Ranges& ranges) const {
+  std::vector<Piece> found;
+  for (const Blocks::Piece& piece : blocks_.cut(ranges))
+    found.push_back({piece.offset, piece.size, memory_->at(piece.block) + piece.in_block});
+  return found;
 }
 
 std::byte* CommonBackup::view(Range range) {
   throw BackupError("other processes use the same memory: use clone=True", range.size, bytes(), 0);
-}
-
-void CommonBackup::read(Range range, std::byte* to) {
-  for (const Blocks::Piece& piece : blocks_.cut({range}))
-    std::memcpy(to + (piece.offset - range.offset), memory_->at(piece.block) + piece.in_block, piece.size);
 }
 
 }  // namespace memsaver

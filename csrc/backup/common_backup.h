@@ -11,7 +11,7 @@
 
 namespace memsaver {
 
-class CommonBackup final : public Backup, public std::enable_shared_from_this<CommonBackup> {
+class CommonBackup final : public PinnedBackup, public std::enable_shared_from_this<CommonBackup> {
  public:
   // Throws as CommonMemory::rely().
   CommonBackup(std::shared_ptr<CommonMemory> memory, Ranges parts, const std::vector<CommonMemory::Sum>& sums,
@@ -21,9 +21,8 @@ class CommonBackup final : public Backup, public std::enable_shared_from_this<Co
   std::size_t copied_bytes() const override { return copied_; }
   // The saver waits for the blocks of other processes, and copies those of processes that do not.
   std::unique_ptr<Saver> saver(Driver& driver, Ranges batches) override;
-  std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted) override;
+  std::vector<Piece> pieces(const Ranges& ranges) const override;
   std::byte* view(Range range) override;
-  void read(Range range, std::byte* to) override;
 
  private:
   friend class CommonSaver;

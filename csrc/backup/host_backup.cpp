@@ -1,7 +1,6 @@
 #include "backup/host_backup.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace memsaver {
 namespace {
@@ -51,21 +50,6 @@ class HostSaver final : public Saver {
   const Ranges batches_;
   std::vector<Ranges> todo_;
   std::vector<Driver::Ticket> tickets_;  // null: nothing to copy
-};
-
-class HostLoader final : public DirectLoader {
- public:
-  HostLoader(HostBackup& backup, Driver& driver, Ranges wanted)
-      : DirectLoader(driver), backup_(backup), wanted_(std::move(wanted)) {}
-
-  void add(Range memory) override {
-    for (const HostBackup::Piece& piece : backup_.pieces(intersect(wanted_, {memory})))
-      copy(piece.offset, piece.host, piece.size);
-  }
-
- private:
-  HostBackup& backup_;
-  const Ranges wanted_;
 };
 
 }  // namespace
@@ -122,10 +106,6 @@ std::unique_ptr<Saver> HostBackup::saver(Driver& driver, Ranges batches) {
   return std::make_unique<HostSaver>(*this, driver, std::move(batches));
 }
 
-std::unique_ptr<Loader> HostBackup::loader(Driver& driver, Ranges wanted) {
-  return std::make_unique<HostLoader>(*this, driver, std::move(wanted));
-}
-
 std::byte* HostBackup::view(Range range) {
   const auto found = std::partition_point(parts().begin(), parts().end(),
                                           [&](const Range& each) { return each.end() <= range.offset; });
@@ -162,13 +142,6 @@ void HostBackup::move_to_one(Range part) {
   if (first.first < part.offset) placed_[first.first] = {first.second.data, part.offset - first.first};
   if (const std::size_t end = last.first + last.second.size; end > part.end())
     placed_[part.end()] = {last.second.end() - (end - part.end()), end - part.end()};
-}
-
-void HostBackup::read(Range range, std::byte* to) {
-  for (const auto& [offset, extent] : overlapping(placed_, range)) {
-    const std::size_t begin = std::max(range.offset, offset), end = std::min(range.end(), offset + extent.size);
-    std::memcpy(to + (begin - range.offset), extent.data + (begin - offset), end - begin);
-  }
 }
 
 }  // namespace memsaver

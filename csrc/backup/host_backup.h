@@ -9,27 +9,18 @@
 
 namespace memsaver {
 
-class HostBackup final : public Backup {
+class HostBackup final : public PinnedBackup {
  public:
-  // A copy: contiguous on both sides, and within a slab.
-  struct Piece {
-    std::size_t offset;
-    std::size_t size;
-    std::byte* host;
-  };
-
   // Takes no memory yet.
-  HostBackup(HostArena& arena, Ranges parts) : Backup(std::move(parts)), arena_(arena), left_(bytes()) {}
+  HostBackup(HostArena& arena, Ranges parts) : PinnedBackup(std::move(parts)), arena_(arena), left_(bytes()) {}
   ~HostBackup() override;
 
   bool must_grow(std::size_t end) const;  // whether place() has to make pinned memory
   void place(std::size_t end);            // takes memory for all contents before this offset. Throws BackupError
-  std::vector<Piece> pieces(const Ranges& ranges) const;
+  std::vector<Piece> pieces(const Ranges& ranges) const override;
 
   std::unique_ptr<Saver> saver(Driver& driver, Ranges batches) override;
-  std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted) override;
   std::byte* view(Range range) override;
-  void read(Range range, std::byte* to) override;
 
  private:
   void move_to_one(Range part);
