@@ -39,6 +39,11 @@ Ranges Segments::between(Address begin, Address end) const {
   return found;
 }
 
+bool Segments::has_inside(Address at) const {
+  const auto found = entry_at(segments_, at);
+  return found != segments_.end() && found->first < at;
+}
+
 bool Segments::any_within(Address begin, Address end) const {
   return !overlapping(segments_, {begin, end - begin}).empty();
 }

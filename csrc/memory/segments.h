@@ -25,6 +25,7 @@ class Segments {
   Ranges all() const { return between(0, kEverywhere.end()); }  // resting ones too, not joined
   Ranges between(Address begin, Address end) const;             // segments that overlap this range, whole
   bool any_within(Address begin, Address end) const;
+  bool has_inside(Address at) const;  // whether a segment begins before this address and ends behind it
 
  private:
   struct Segment {

@@ -208,20 +208,13 @@ std::vector<Chunk> Region::borrow(std::size_t size, Deadline shortage) {
   return found;
 }
 
-void Region::place(Range segment, std::vector<Chunk> chunks, bool may_begin_reservation) {
+void Region::place(Range segment, std::vector<Chunk> chunks) {
   Driver::Ticket cleaned;
   {
     const Remapping remapping(*this);
     check_allocatable(segment.size);  // a transition marks a region under the same lock
     end_stranded();
     sweep_with_lock();  // for a dropped segment at this address
-    {
-      std::lock_guard lock(device.mutex);
-      if (may_begin_reservation)
-        seams_.insert(segment.offset);
-      else
-        seams_.erase(segment.offset);
-    }
     Mapping mapping(*this);
     Address at = segment.offset;
     for (Chunk& chunk : chunks) {
@@ -229,7 +222,7 @@ void Region::place(Range segment, std::vector<Chunk> chunks, bool may_begin_rese
       at += slot.size;
       mapping.add(slot, std::move(chunk));
     }
-    allow(mapping.slots());
+    device.driver->allow(segment.offset, segment.size);
     cleaned = clean_new(mapping.slots());
     device.parts.addresses.add(segment, *this);
     std::lock_guard lock(device.mutex);
@@ -246,30 +239,15 @@ void Region::place(Range segment, std::vector<Chunk> chunks, bool may_begin_rese
 
 bool Region::drop(Range segment) {
   const Remapping remapping(*this);  // outside of a transition the chunks are gone when this returns
-  bool is_active = false;
   {
     std::lock_guard lock(device.mutex);
     const Ranges found = segments_.between(segment.offset, segment.end());
     if (found.size() != 1 || found.front().offset != segment.offset || found.front().size != segment.size) return false;
-    switch (state_) {
-      case State::draining:
-      case State::pausing:
-      case State::resuming: freed_meanwhile_.push_back(segment.offset); break;
-      case State::active: is_active = true; [[fallthrough]];
-      case State::paused:
-      case State::lost:
-        if (evicting_)
-          freed_meanwhile_.push_back(segment.offset);
-        else
-          forget_locked(segment.offset);
-        break;
-    }
+    end_locked(segment.offset);
   }
   device.parts.addresses.remove(segment);
-  if (is_active)
-    sweep_with_lock();
-  else
-    sweep_offered();
+  sweep_with_lock();
+  sweep_offered();
   return true;
 }
 

@@ -73,12 +73,12 @@ void Region::map(Slot slot, Chunk chunk) {
 }
 
 // Chunks side by side, which one call of the driver can serve: one that crosses the end of a reservation is not
-// defined.
+// defined. In a placed region each segment may have another one.
 Ranges Region::runs(const std::vector<Slot>& slots) const {
   Ranges found;
   std::lock_guard lock(device.mutex);
   for (const Slot& slot : slots) {
-    if (!found.empty() && found.back().end() == slot.offset && !seams_.contains(slot.offset))
+    if (!found.empty() && found.back().end() == slot.offset && (!placed || segments_.has_inside(slot.offset)))
       found.back().size += slot.size;
     else
       found.push_back(slot);

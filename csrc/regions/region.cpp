@@ -42,13 +42,7 @@ void Region::settle(State next) {
   state_ = device.lost || state_ == State::lost ? State::lost : next;
   claimed_ = false;
   if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
-  for (const Address begin : std::exchange(freed_meanwhile_, {})) {
-    if (state_ == State::active && !placed) {
-      if (segments_.rest(begin)) device.resting.add_locked(*this, begin);
-    } else if (segments_.contains(begin)) {
-      forget_locked(begin);
-    }
-  }
+  for (const Address begin : std::exchange(freed_meanwhile_, {})) end_locked(begin);
 }
 
 // Backups
@@ -76,25 +70,20 @@ void Region::add_dirty_locked(Range range) {
   dirty_.push_back(range);
 }
 
+void Region::end_locked(Address begin) {
+  if (evicting_ || !(is_at_rest() || state_ == State::lost)) {
+    freed_meanwhile_.push_back(begin);
+  } else if (state_ == State::active && !placed) {
+    if (segments_.rest(begin)) device.resting.add_locked(*this, begin);
+  } else if (segments_.contains(begin)) {
+    forget_locked(begin);
+  }
+}
+
 void Region::free(Address begin) {
   {
     std::lock_guard lock(device.mutex);
-    switch (state_) {
-      case State::draining:
-      case State::pausing:
-      case State::resuming: freed_meanwhile_.push_back(begin); return;
-      case State::paused:
-      case State::lost:
-        if (evicting_)
-          freed_meanwhile_.push_back(begin);
-        else if (segments_.contains(begin))
-          forget_locked(begin);
-        break;
-      case State::active:
-        if (!segments_.rest(begin)) return;
-        device.resting.add_locked(*this, begin);
-        break;
-    }
+    end_locked(begin);
   }
   if (state_ == State::active)
     device.resting.reap();

@@ -22,7 +22,6 @@
 #include <memory>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -134,9 +133,8 @@ class Region : public RegionOptions {
   //
   // borrow() takes chunks for a segment of this size, a multiple of kPage. Throws as allocate().
   std::vector<Chunk> borrow(std::size_t size, Deadline shortage);
-  // Maps borrowed chunks as a segment. Throws as allocate(). `may_begin_reservation`: the addresses below may be of
-  // another reservation, also if they are mapped.
-  void place(Range segment, std::vector<Chunk> chunks, bool may_begin_reservation);
+  // Maps borrowed chunks as a segment. Throws as allocate().
+  void place(Range segment, std::vector<Chunk> chunks);
   // Ends a segment, in every state, and unmaps it. Nothing works on it any more: the other allocator has waited. In a
   // transition it is unmapped at the end of the transition. Returns whether there is such a segment.
   bool drop(Range segment);
@@ -239,6 +237,7 @@ class Region : public RegionOptions {
   void sweep_offered();                                           // returns offered chunks that no segment needs
   void sweep_with_lock();
   void add_dirty_locked(Range range);
+  void end_locked(Address begin);  // of a segment, now or when the owner of the region has ended
   Ranges runs(const std::vector<Slot>& slots) const;
 
   std::atomic<State> state_ = State::active;
@@ -257,7 +256,6 @@ class Region : public RegionOptions {
   std::map<Address, Chunk> chunks_;       // mapped
   std::map<Address, Chunk> offered_;      // not mapped
   std::vector<Address> freed_meanwhile_;  // while a transition or an eviction owned the region
-  std::set<Address> seams_;               // of a placed region: segments that may begin a reservation
   Ranges dirty_;                          // ranges in which chunks may have become empty
   bool stale_ = false;                    // see mark_stale()
   std::atomic<bool> stranded_ = false;    // see strand()

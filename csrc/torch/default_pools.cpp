@@ -136,7 +136,7 @@ std::optional<int> DefaultPools::map(Address address, std::size_t size, Handle h
     if (!piece) return std::nullopt;
     if (piece->size != size || piece->chunks.empty()) return kNoSupport;  // torch maps each piece once, and whole
     refusal = {};                                                         // torch maps when it has all pieces
-    piece->region->place({address, size}, std::move(piece->chunks), may_begin_reservation(address));
+    piece->region->place({address, size}, std::move(piece->chunks));
     return kDone;
   } catch (...) {
     return code_of_error();
@@ -154,24 +154,9 @@ std::optional<int> DefaultPools::unmap(Address address, std::size_t size) {
   }
 }
 
-void DefaultPools::reserved(Address address, std::size_t size) {
-  const std::lock_guard lock(mutex_);
-  reservations_[address] = size;
-}
-
-bool DefaultPools::may_begin_reservation(Address address) {
-  const std::lock_guard lock(mutex_);
-  const auto reservation = entry_at(reservations_, address);
-  return reservation == reservations_.end() || reservation->first == address;
-}
-
 std::optional<int> DefaultPools::unreserve(Address address, std::size_t size) {
   if (!usable()) return std::nullopt;
   try {
-    {
-      const std::lock_guard lock(mutex_);
-      reservations_.erase(address);
-    }
     unreserve_late();
     for (const Region* region : all()) {
       if (!region->touches({address, size})) continue;

@@ -50,7 +50,6 @@ class DefaultPools {
   std::optional<int> export_handle(Handle handle);
   std::optional<int> map(Address address, std::size_t size, Handle handle);
   std::optional<int> unmap(Address address, std::size_t size);
-  void reserved(Address address, std::size_t size);  // by the driver
   std::optional<int> unreserve(Address address, std::size_t size);
   // Access of the device `ordinal` to a mapped range. `driver`: gives it to a part of the range by the driver.
   std::optional<int> allow(Address address, std::size_t size, int ordinal,
@@ -63,9 +62,6 @@ class DefaultPools {
     std::vector<Chunk> chunks;  // empty once the piece is mapped
   };
 
-  // Whether a piece may lie in another reservation of addresses than the one before it. Reservations from before bind()
-  // are not known.
-  bool may_begin_reservation(Address address);
   void unreserve_late();  // addresses that were freed while a transition had chunks there
   std::vector<Region*> all();
   std::optional<Piece> take(Handle handle);  // for map(): the piece stays known, without its chunks
@@ -76,7 +72,6 @@ class DefaultPools {
   std::map<int, Region*> regions_;  // by the ordinal of the device
   Ranges late_;                     // addresses that torch has freed, with chunks of a transition; not sorted
   std::map<Handle, Piece> pieces_;
-  std::map<Address, std::size_t> reservations_;  // of torch, since bind()
   Handle last_ = 0;
 };
 

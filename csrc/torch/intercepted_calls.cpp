@@ -88,14 +88,6 @@ Result unmap(DevicePointer address, std::size_t size) {
   return code ? *code : api().cuMemUnmap(address, size);
 }
 
-Result address_reserve(DevicePointer* address, std::size_t size, std::size_t alignment, DevicePointer wanted,
-                       Flags flags) {
-  DefaultPools* calls = MEMSAVER_ANSWERS();
-  const Result code = api().cuMemAddressReserve(address, size, alignment, wanted, flags);
-  if (code == kSuccess && calls != nullptr) calls->reserved(*address, size);
-  return code;
-}
-
 Result address_free(DevicePointer address, std::size_t size) {
   DefaultPools* calls = MEMSAVER_ANSWERS();
   const auto code = calls != nullptr ? calls->unreserve(address, size) : std::nullopt;
@@ -193,7 +185,6 @@ std::string intercept_calls(const std::string& library, const char* getter, Defa
       pointer("cuMemMap", driver.cuMemMap, &map),
       pointer("cuMemUnmap", driver.cuMemUnmap, &unmap),
       pointer("cuMemSetAccess", driver.cuMemSetAccess, &set_access),
-      pointer("cuMemAddressReserve", driver.cuMemAddressReserve, &address_reserve),
       pointer("cuMemAddressFree", driver.cuMemAddressFree, &address_free)};
   std::string reason = find(pointers, table, std::min(kMostBytes, parts.bytes_left) / sizeof(Word));
   if (!reason.empty()) return reason;

@@ -80,7 +80,7 @@ TEST_CASE("region: bytes of another process are zeroed under a segment of anothe
     std::memset(test::at(base), 0xaa, kPage);
     driver.unmap(base, kPage);
   }
-  region.place({base, kChunks * kPage}, std::move(chunks), true);
+  region.place({base, kChunks * kPage}, std::move(chunks));
   for (std::size_t number = 0; number < kChunks; ++number) {
     const std::byte expected{number == 1 ? std::uint8_t{0xaa} : std::uint8_t{0}};
     const std::byte* page = test::at(base + number * kPage);
