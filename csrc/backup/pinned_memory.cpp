@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <string>
-#include <system_error>
 #include <thread>
 
 #include "backup/host_memory.h"
@@ -39,17 +38,9 @@ void touch(std::byte* data, std::size_t size, bool writes) {
         static_cast<void>(static_cast<std::byte>(byte));
     }
   };
-  std::vector<std::thread> threads;
-  threads.reserve(count);
-  for (std::size_t begin = share; begin < size; begin += share) {
-    try {
-      threads.emplace_back(touch_share, begin);
-    } catch (const std::system_error&) {
-      touch_share(begin);  // no thread is available
-    }
-  }
+  std::vector<std::jthread> threads;
+  for (std::size_t begin = share; begin < size; begin += share) threads.emplace_back(touch_share, begin);
   touch_share(0);
-  for (auto& thread : threads) thread.join();
 }
 
 Address address_of(const std::byte* data) { return reinterpret_cast<Address>(data); }

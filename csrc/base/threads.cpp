@@ -55,7 +55,7 @@ void run_in_spare_thread(std::function<void()> task) {
       return;
     }
   }
-  std::thread(serve, std::make_shared<Spare>(), std::move(task)).detach();
+  start_thread(serve, std::make_shared<Spare>(), std::move(task));
 }
 
 }  // namespace memsaver

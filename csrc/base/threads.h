@@ -3,22 +3,34 @@
 
 #include <functional>
 #include <future>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "base/clock.h"
+#include "base/errors.h"
 
 namespace memsaver {
+
+// Throws Error if the system has no thread, as the functions below.
+template <typename... Arguments>
+void start_thread(Arguments&&... arguments) {
+  try {
+    std::thread(std::forward<Arguments>(arguments)...).detach();
+  } catch (const std::system_error& error) {
+    throw Error(std::string("the system has no thread: ") + error.what());
+  }
+}
 
 // One thread of an object.
 class Worker {
  public:
-  // Runs `run`, which must not throw, in a thread, once. Objects that it uses must live as long as the process. Throws
-  // std::system_error.
+  // Runs `run`, which must not throw, in a thread, once. Objects that it uses must live as long as the process.
   void start(std::function<void()> run) {
     std::packaged_task<void()> task(std::move(run));
     std::future<void> ended = task.get_future();
-    std::thread(std::move(task)).detach();
+    start_thread(std::move(task));
     ended_ = std::move(ended);
   }
   bool started() const { return ended_.valid(); }
@@ -31,7 +43,7 @@ class Worker {
 
 // Runs `task`, a call that may never return, in a thread that is reused, because the first driver call in a new thread
 // takes some 0.1 ms longer. Does not wait for it. `task` must not throw. Objects that it uses must live as long as
-// the process, because a driver call in it may never return. Throws std::system_error.
+// the process, because a driver call in it may never return.
 void run_in_spare_thread(std::function<void()> task);
 
 }  // namespace memsaver

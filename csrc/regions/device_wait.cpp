@@ -5,7 +5,6 @@
 #include <condition_variable>
 #include <exception>
 #include <memory>
-#include <system_error>
 #include <utility>
 
 #include "base/threads.h"
@@ -117,15 +116,10 @@ void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks)
   const auto wait = std::make_shared<Wait>();
   // A driver call may block behind a driver call of another thread, which may block behind a kernel. So a separate
   // thread makes the calls. It continues after the caller's bound has passed.
-  bool inline_wait = clock_is_virtual();
-  if (!inline_wait) {
-    try {
-      run_in_spare_thread([wait, &driver, pass] { run(driver, *pass, *wait, kNever); });
-    } catch (const std::system_error&) {
-      inline_wait = true;  // no thread is available
-    }
-  }
-  if (inline_wait) run(driver, *pass, *wait, deadline);
+  if (clock_is_virtual())
+    run(driver, *pass, *wait, deadline);
+  else
+    run_in_spare_thread([wait, &driver, pass] { run(driver, *pass, *wait, kNever); });
   pass.reset();
   std::unique_lock lock(wait->mutex);
   const auto exits = [] { return waiting_is_over || now() >= device_waits_end.load(); };
