@@ -4,17 +4,116 @@
 //
 // It needs libc alone, since the programs that a process starts load it too. The CUDA runtime is found among the
 // libraries that the process has loaded. A statically linked CUDA runtime does not call these functions.
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <link.h>
+#include <linux/limits.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "preload/libraries.h"
-
 #define EXPORT __attribute__((visibility("default")))
+
+// Of cudaError_t, but for kNotUsable (csrc/torch/tagged_hooks.cpp).
+enum { kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNoRuntime = 999, kNotUsable = -1 };
+
+// The CUDA runtime that the process has loaded, without a link to it. Without one these print a line and return
+// kNoRuntime.
+
+static int find_runtime(struct dl_phdr_info* info, size_t size, void* found) {
+  (void)size;
+  if (info->dlpi_name == NULL || strstr(info->dlpi_name, "libcudart.so") == NULL) return 0;
+  snprintf(found, PATH_MAX, "%s", info->dlpi_name);
+  return 1;
+}
+
+// A function of the CUDA runtime. Not by RTLD_NEXT: Python loads extensions and their libraries apart from the others,
+// and the next library may be a copy of this one under another of its names.
+static void* runtime_function(const char* name) {
+  char path[PATH_MAX] = "";
+  dl_iterate_phdr(find_runtime, path);
+  void* library = path[0] == 0 ? NULL : dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+  void* function = library == NULL ? NULL : dlsym(library, name);
+  if (function == NULL) fprintf(stderr, "memsaver: %s was called, and no CUDA runtime library is loaded\n", name);
+  return function;
+}
+
+#define CALL_RUNTIME(name, parameters, ...)    \
+  static _Atomic(uintptr_t) function;          \
+  uintptr_t found = atomic_load(&function);    \
+  if (found == 0) {                            \
+    found = (uintptr_t)runtime_function(name); \
+    atomic_store(&function, found);            \
+  }                                            \
+  return found == 0 ? kNoRuntime : ((int(*) parameters)found)(__VA_ARGS__)
+
+static int runtime_malloc(void** data, size_t size) { CALL_RUNTIME("cudaMalloc", (void**, size_t), data, size); }
+static int runtime_free(void* data) { CALL_RUNTIME("cudaFree", (void*), data); }
+static int runtime_device(int* device) { CALL_RUNTIME("cudaGetDevice", (int*), device); }
+static int runtime_memory(size_t* free_bytes, size_t* total) {
+  CALL_RUNTIME("cudaMemGetInfo", (size_t*, size_t*), free_bytes, total);
+}
+
+// memsaver's core, the extension module beside this library. The first allocation that is routed loads it.
+
+typedef struct {
+  // `policy`: 0 none, 1 host, 2 disk. Returns a code of CUDA, or kNotUsable.
+  int (*allocate)(const char* tag, int policy, int device, size_t size, void** data);
+  bool (*release)(void* data);  // false: no region has this address
+} Core;
+
+static pthread_once_t core_once = PTHREAD_ONCE_INIT;
+static bool has_python = true;
+static Core core;
+static _Atomic(const Core*) loaded;
+
+static int is_module(const struct dirent* file) {
+  return strncmp(file->d_name, "_core.", 6) == 0 && strcmp(strrchr(file->d_name, '.'), ".so") == 0;
+}
+
+// The extension module. The folder of this library is memsaver/drop_in/tms/packages.
+static void* open_module(void) {
+  Dl_info own;
+  char real[PATH_MAX], path[PATH_MAX + 512];
+  if (dladdr((void*)&open_module, &own) == 0 || own.dli_fname == NULL || realpath(own.dli_fname, real) == NULL)
+    return NULL;
+  strcpy(strrchr(real, '/'), "/../../..");
+  struct dirent** files = NULL;
+  const int count = scandir(real, &files, is_module, NULL);
+  void* module = NULL;
+  if (count == 1) {
+    snprintf(path, sizeof path, "%s/%s", real, files[0]->d_name);
+    module = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (module == NULL) fprintf(stderr, "memsaver: %s\n", dlerror());
+  } else {
+    fprintf(stderr, "memsaver: there is no extension module for %s\n", own.dli_fname);
+  }
+  return module;  // the list of files stays: this runs once
+}
+
+static void load(void) {
+  has_python = dlsym(RTLD_DEFAULT, "Py_IsInitialized") != NULL;
+  if (!has_python) {
+    fprintf(stderr, "memsaver: %s does not run Python, so its memory is not managed: unset TMS_INIT_ENABLE for it\n",
+            program_invocation_name);
+    return;
+  }
+  void* module = open_module();
+  if (module == NULL) return;
+  core.allocate = (int (*)(const char*, int, int, size_t, void**))dlsym(module, "memsaver_tagged_allocate");
+  core.release = (bool (*)(void*))dlsym(module, "memsaver_tagged_free");
+  if (core.allocate != NULL && core.release != NULL)
+    atomic_store(&loaded, &core);
+  else
+    fprintf(stderr, "memsaver: the extension module is of another version than the library to preload\n");
+}
 
 // Settings of a thread's allocations. A thread begins with the values of the variables TMS_INIT_*.
 
@@ -107,21 +206,17 @@ EXPORT int cudaMalloc(void** data, size_t size) {
   int error = runtime_device(&device);
   if (error == kSuccess) error = check_margin(size);
   if (error != kSuccess) return error;
-  bool refuses = false;
-  const Core* core = load_core(&refuses);
-  if (core == NULL) return refuses ? kInvalidValue : runtime_malloc(data, size);
+  pthread_once(&core_once, load);
+  const Core* found = atomic_load(&loaded);
+  if (found == NULL) return has_python ? kInvalidValue : runtime_malloc(data, size);
   const int policy = wanted->disk_backup ? 2 : wanted->cpu_backup ? 1 : 0;
-  switch (core->allocate(wanted->tag, policy, device, size, data)) {
-    case kAllocated: return kSuccess;
-    case kNotUsable: return runtime_malloc(data, size);  // in a child that was forked after an allocation
-    case kNoMemory: return kOutOfMemory;
-    default: return kInvalidValue;
-  }
+  const int code = found->allocate(wanted->tag, policy, device, size, data);
+  return code != kNotUsable ? code : runtime_malloc(data, size);  // in a child that was forked after an allocation
 }
 
 EXPORT int cudaFree(void* data) {
-  const Core* core = data == NULL ? NULL : loaded_core();
-  return core != NULL && core->release(data) ? kSuccess : runtime_free(data);
+  const Core* found = data == NULL ? NULL : atomic_load(&loaded);
+  return found != NULL && found->release(data) ? kSuccess : runtime_free(data);
 }
 
 // The C functions of torch_memory_saver. The next ones concern the calling thread.

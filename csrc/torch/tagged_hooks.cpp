@@ -15,7 +15,7 @@ namespace {
 // An allocation that meets a pause takes another region. Pauses do not follow so closely.
 constexpr int kAttempts = 100;
 
-enum Result { kAllocated = 0, kInvalid = 1, kOutOfMemory = 2, kNotUsable = 3 };  // preload.c has the same
+enum Result { kAllocated = 0, kInvalid = 1, kOutOfMemory = 2, kNotUsable = -1 };  // of cudaError_t, but for the last
 
 std::string device_name(int ordinal) {
   static const bool has_gpus = cuda_device_count() > 0;

@@ -37,7 +37,7 @@ SYSTEM = {
         "physical",
     },
     r"\bnvml[A-Z]\w*": {"cuda_api"},
-    r"\bdlopen\b": {"cuda_api", "libraries", "intercepted_calls"},
+    r"\bdlopen\b": {"cuda_api", "preload", "intercepted_calls"},
     r"\bmemfd_create\b": {"addresses", "common_memory"},
     r"\bMAP_FIXED\b": {"pinned_memory", "addresses"},
     r"\bmmap\(": {"pinned_memory", "addresses", "ledger", "common_memory"},
@@ -46,7 +46,7 @@ SYSTEM = {
     r"#include <nanobind|#include <Python\.h>": {path.stem for path in (ROOT / "csrc" / "bindings").iterdir()},
     r"\b(?:gil_scoped_\w+|PyGILState_Ensure|PyEval_RestoreThread|PyErr_CheckSignals|PyObject_Call\w*)": {"gil"},
     # These have no caller that takes an error.
-    r"\bfprintf\(": {"preload", "libraries", "tagged_hooks"},
+    r"\bfprintf\(": {"preload", "tagged_hooks"},
     r"\bstd::c(?:out|err)\b|\bprintf\(|\b_?exit\(|\bstd::abort\b|\bassert\(": set(),
 }
 
