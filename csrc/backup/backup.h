@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/ranges.h"
+#include "base/scoped.h"
 #include "driver/driver.h"
 
 namespace memsaver {
@@ -36,12 +37,10 @@ class Loader {
 };
 
 // The contents of some parts of a region. A part lies within one segment. Parts are in the order of their offsets.
-class Backup {
+class Backup : Immovable {
  public:
   explicit Backup(Ranges parts);
   virtual ~Backup() = default;
-  Backup(const Backup&) = delete;
-  Backup& operator=(const Backup&) = delete;
 
   const Ranges& parts() const { return parts_; }
   const Ranges& runs() const { return runs_; }  // touching parts joined: thousands of tensors move as one

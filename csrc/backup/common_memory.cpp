@@ -60,7 +60,7 @@ struct CommonMemory::Row {
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std::uint32_t>::is_always_lock_free);
 
 // The right to read and change the table. Joins first.
-class CommonMemory::Guard {
+class CommonMemory::Guard : Immovable {
  public:
   Guard(CommonMemory& memory, Deadline deadline) : memory_(memory) {
     for (;;) {
@@ -87,8 +87,6 @@ class CommonMemory::Guard {
     }
   }
   ~Guard() { unlock(); }
-  Guard(const Guard&) = delete;
-  Guard& operator=(const Guard&) = delete;
 
  private:
   void unlock() {

@@ -28,7 +28,7 @@
 
 namespace memsaver {
 
-class CommonMemory : public std::enable_shared_from_this<CommonMemory> {
+class CommonMemory : public std::enable_shared_from_this<CommonMemory>, Immovable {
  public:
   static constexpr std::size_t kMostMembers = 128;
   using Members = std::bitset<kMostMembers>;
@@ -42,8 +42,6 @@ class CommonMemory : public std::enable_shared_from_this<CommonMemory> {
   static std::shared_ptr<CommonMemory> of(HostArena& arena, const std::string& path, const std::string& what, int rank);
   CommonMemory(HostArena& arena, std::string path, std::string what, int rank);
   ~CommonMemory() { leave(); }
-  CommonMemory(const CommonMemory&) = delete;
-  CommonMemory& operator=(const CommonMemory&) = delete;
 
   // Relies on contents with these sums of blocks, and has memory for them, pinned. Throws SameError if members rely on
   // other contents, WaitTimeoutError, and BackupError. Nothing has changed then. One thread at a time.

@@ -30,12 +30,10 @@ std::uint64_t checksum(const std::byte* data, std::size_t size) {
 }
 
 // A block of pinned memory, on loan from the arena.
-class Staging {
+class Staging : Immovable {
  public:
   explicit Staging(HostArena& arena) : arena_(arena), extent_(arena.take_whole(DiskBackup::kBlock)) {}
   ~Staging() { arena_.put(extent_); }
-  Staging(const Staging&) = delete;
-  Staging& operator=(const Staging&) = delete;
   std::byte* data() const { return extent_.data; }
 
   // Calls `copy` for the parts of a piece, cut at the borders of the arena's slabs.

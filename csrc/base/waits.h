@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/clock.h"
+#include "base/scoped.h"
 
 namespace memsaver {
 
@@ -22,12 +23,10 @@ constexpr auto kBetweenLooks = std::chrono::milliseconds(50);
 
 // While it lives, waits of this thread end when the flag is set. So a call with one thread for each device fails as a
 // whole.
-class WaitsEndWith {
+class WaitsEndWith : Immovable {
  public:
   explicit WaitsEndWith(const std::atomic<bool>& flag) : former_(std::exchange(flag_, &flag)) {}
   ~WaitsEndWith() { flag_ = former_; }
-  WaitsEndWith(const WaitsEndWith&) = delete;
-  WaitsEndWith& operator=(const WaitsEndWith&) = delete;
 
   // Calls between_looks(). Throws Error if the flag of this thread is set.
   static void look();

@@ -26,23 +26,19 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 // nanobind's classes of these names abort the process if the thread ends in them: see gil.h.
-class ReleasedGil {
+class ReleasedGil : Immovable {
  public:
   ReleasedGil() : state_(PyEval_SaveThread()) {}
   ~ReleasedGil() { memsaver_restore_thread(state_); }
-  ReleasedGil(const ReleasedGil&) = delete;
-  ReleasedGil& operator=(const ReleasedGil&) = delete;
 
  private:
   PyThreadState* const state_;
 };
 
-class HeldGil {
+class HeldGil : Immovable {
  public:
   HeldGil() : state_(memsaver_ensure_gil()) {}
   ~HeldGil() { PyGILState_Release(state_); }
-  HeldGil(const HeldGil&) = delete;
-  HeldGil& operator=(const HeldGil&) = delete;
 
  private:
   const PyGILState_STATE state_;
@@ -50,14 +46,12 @@ class HeldGil {
 
 // Held where a binding makes many containers, with the GIL. Before Python 3.12 the garbage collector runs where
 // containers are made. There a finalizer may release the GIL, and the thread may end: see gil.h.
-class NoCollector {
+class NoCollector : Immovable {
  public:
   NoCollector() : was_on_(PyGC_Disable() != 0) {}
   ~NoCollector() {
     if (was_on_) PyGC_Enable();
   }
-  NoCollector(const NoCollector&) = delete;
-  NoCollector& operator=(const NoCollector&) = delete;
 
  private:
   const bool was_on_;
@@ -75,16 +69,9 @@ nb::object call(nb::handle function, Arguments&&... arguments) {
 // The number of threads in a transition or an allocation, from before they release the GIL until they hold it again.
 // The exit of the interpreter waits for those that began before it, so that a thread that calls again and again does
 // not delay it.
-struct UnderWay {
-  UnderWay() : count_(waiting_is_over ? during_exit : before_exit) { ++count_; }
-  ~UnderWay() { --count_; }
-  UnderWay(const UnderWay&) = delete;
-  UnderWay& operator=(const UnderWay&) = delete;
-
+struct UnderWay : Counted {
+  UnderWay() : Counted(waiting_is_over ? during_exit : before_exit) {}
   static inline std::atomic<std::size_t> before_exit = 0, during_exit = 0;
-
- private:
-  std::atomic<std::size_t>& count_;
 };
 
 // Releases the GIL and counts the thread.

@@ -7,13 +7,14 @@
 #include <mutex>
 #include <vector>
 
+#include "base/scoped.h"
 #include "driver/cuda_api.h"
 
 namespace memsaver::cuda {
 
 // Makes a context current for one call, and sets relaxed capture mode: a capture on another thread would otherwise
 // forbid the call. No call of the library becomes part of a capture.
-class Scope {
+class Scope : Immovable {
  public:
   Scope(const Api& api, Context context) : api_(api) {
     check(api, "cuCtxPushCurrent", api.cuCtxPushCurrent(context));
@@ -24,8 +25,6 @@ class Scope {
     Context popped = nullptr;
     api_.cuCtxPopCurrent(&popped);
   }
-  Scope(const Scope&) = delete;
-  Scope& operator=(const Scope&) = delete;
 
  private:
   const Api& api_;

@@ -31,7 +31,7 @@ constexpr std::size_t round_down(std::size_t bytes, std::size_t unit) { return b
 
 enum class Direction { out, in };  // of a copy: from the device to the host, and back
 
-class Driver {
+class Driver : Immovable {
  public:
   struct Memory {
     std::size_t free;
@@ -42,8 +42,6 @@ class Driver {
   using Ticket = std::shared_ptr<const std::vector<cuda::Mark>>;
 
   Driver(const cuda::Platform& platform, cuda::Device device, std::string device_name);
-  Driver(const Driver&) = delete;
-  Driver& operator=(const Driver&) = delete;
 
   const std::string name;  // as torch spells it: "cuda:0", "cpu"
 

@@ -11,16 +11,15 @@
 #include <string>
 #include <vector>
 
+#include "base/scoped.h"
 #include "driver/cuda_api.h"
 
 namespace memsaver {
 
-class PhysicalMemory {
+class PhysicalMemory : Immovable {
  public:
   // Throws DriverError if its chunks cannot be exported. `name`: as of Driver.
   PhysicalMemory(const cuda::Platform& platform, cuda::Device device, const std::string& name);
-  PhysicalMemory(const PhysicalMemory&) = delete;
-  PhysicalMemory& operator=(const PhysicalMemory&) = delete;
 
   std::string uuid() const { return uuid_of(platform_, device_); }
   std::size_t total_bytes() const { return total_memory(platform_.api, device_); }

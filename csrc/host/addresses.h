@@ -14,6 +14,7 @@
 
 #include "base/files.h"
 #include "base/ranges.h"
+#include "base/scoped.h"
 #include "host/ledger.h"
 
 namespace memsaver::host {
@@ -23,12 +24,8 @@ using Handle = cuda::AllocationHandle;
 
 inline std::byte* bytes_at(Address address) { return reinterpret_cast<std::byte*>(address); }
 
-class Addresses {
+class Addresses : Immovable {
  public:
-  Addresses() = default;
-  Addresses(const Addresses&) = delete;
-  Addresses& operator=(const Addresses&) = delete;
-
   Address reserve(std::size_t size, std::size_t alignment, Address at);  // `at`: there, if it is free. 0: anywhere
   void unreserve(Address address, std::size_t size);
 
@@ -45,12 +42,10 @@ class Addresses {
   void unmap(Address address, std::size_t size);
 
   // An access of work to a range, under way while the object lives.
-  class Access {
+  class Access : Immovable {
    public:
     Access(Addresses& all, Address address, std::size_t size);
     ~Access();
-    Access(const Access&) = delete;
-    Access& operator=(const Access&) = delete;
     bool is_legal() const;  // the whole range was mapped with access from the beginning until now
 
    private:

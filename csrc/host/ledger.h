@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/errors.h"
+#include "base/scoped.h"
 #include "driver/cuda_api.h"
 
 namespace memsaver::host {
@@ -32,12 +33,10 @@ struct Refused : DriverError {
 };
 [[noreturn]] void refuse_by_errno(const char* call);  // for the current `errno`
 
-class Ledger {
+class Ledger : Immovable {
  public:
   // Opens or makes the table of the device of this size. Processes that name the same size share one device.
   explicit Ledger(std::size_t capacity);
-  Ledger(const Ledger&) = delete;
-  Ledger& operator=(const Ledger&) = delete;
 
   std::size_t capacity() const { return capacity_; }
   // Adds an entry for a new chunk; false when the device is full. `inode` identifies the chunk across processes.

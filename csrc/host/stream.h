@@ -8,16 +8,14 @@
 #include <functional>
 #include <mutex>
 
+#include "base/scoped.h"
+
 namespace memsaver::host {
 
 // Has a thread, which the first work starts. Lives as long as the process.
-class Stream {
+class Stream : Immovable {
  public:
   using Work = std::function<void()>;
-
-  Stream() = default;
-  Stream(const Stream&) = delete;
-  Stream& operator=(const Stream&) = delete;
 
   void submit(Work work);  // to run after all earlier work
   std::uint64_t submitted() const;

@@ -8,18 +8,17 @@
 #include <string>
 
 #include "base/files.h"
+#include "base/scoped.h"
 #include "pool/wire.h"
 
 namespace memsaver {
 
 constexpr auto kAnswerTimeout = std::chrono::seconds(10);  // for an answer of a connected broker
 
-class Link {
+class Link : Immovable {
  public:
   // Throws BrokerError if no broker accepts connections at this path.
   explicit Link(const std::string& path);
-  Link(const Link&) = delete;
-  Link& operator=(const Link&) = delete;
 
   const std::string path;
   int descriptor() const { return socket_.get(); }

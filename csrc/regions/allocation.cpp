@@ -15,16 +15,6 @@ constexpr std::size_t kNoneAllowed = std::size_t{1} << 61;  // exceeds every all
 constexpr auto kNextWait = std::chrono::milliseconds(2);    // after one in which others took the memory
 constexpr auto kNextLook = std::chrono::milliseconds(100);  // at offered chunks, during a wait
 
-// While it lives, an allocation waits for other processes.
-struct Waiting {
-  Waiting(std::atomic<std::size_t>& of, bool waits) : count(of), by(waits ? 1 : 0) { count += by; }
-  ~Waiting() { count -= by; }
-  Waiting(const Waiting&) = delete;
-  Waiting& operator=(const Waiting&) = delete;
-  std::atomic<std::size_t>& count;
-  const std::size_t by;
-};
-
 }  // namespace
 
 void Region::check_allocatable(std::size_t size) const {
@@ -65,7 +55,8 @@ Address Region::take_addresses(std::size_t size) {
 
 // All chunks of a demand, or none.
 std::vector<Chunk> Region::take(const Needs& needs, Deadline deadline, WaitFor wait) {
-  const Waiting counted(device.waiting_allocations, wait > WaitFor::offers);
+  std::optional<Counted> waiting;
+  if (wait > WaitFor::offers) waiting.emplace(device.waiting_allocations);
   std::vector<Chunk> chunks;  // outlives the demand, which would get the chunks again that return while it is open
   const Deadline whole = wait == WaitFor::offers ? now() + kShortageWait : kNever;
   const auto request = device.source().ask(needs, deadline, whole);
@@ -76,7 +67,7 @@ std::vector<Chunk> Region::take(const Needs& needs, Deadline deadline, WaitFor w
         chunks.push_back(request->next(size, each.fresh, wait == WaitFor::offers ? WaitFor::none : wait));
       } catch (const ChunkUnavailable&) {
         if (wait != WaitFor::offers || !device.pooled) throw;
-        const Waiting waits(device.waiting_allocations, true);
+        const Counted waits(device.waiting_allocations);
         chunks.push_back(request->next(size, each.fresh, wait));
       }
     }

@@ -110,7 +110,7 @@ struct Device {
     std::lock_guard lock(noting_);
     return std::exchange(copied_, {});
   }
-  std::atomic<std::size_t> copying = 0;  // transfers and demands: see Copying
+  std::atomic<std::size_t> copying = 0;  // transfers and demands: meanwhile no copy ahead of a demand begins
   std::timed_mutex evictions;  // held by the thread that takes them. It takes neither the GIL nor torch's mutex
 
   // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a
@@ -128,18 +128,6 @@ struct Device {
  private:
   std::mutex noting_;  // a leaf
   std::vector<Copied> copied_;
-};
-
-// Copies of a transfer or a demand. While one is under way, no copy ahead of a demand begins.
-class Copying {
- public:
-  explicit Copying(Device& device) : device_(device) { ++device.copying; }
-  ~Copying() { --device_.copying; }
-  Copying(const Copying&) = delete;
-  Copying& operator=(const Copying&) = delete;
-
- private:
-  Device& device_;
 };
 
 }  // namespace memsaver

@@ -21,11 +21,9 @@ class CaptureGate {
   bool is_wanted() const;  // by a capture that is under way, or waits to begin
 
   // Permission for a device-wide operation, as long as it lives. False: a capture is under way.
-  class Pass {
+  class Pass : Immovable {
    public:
     explicit Pass(CaptureGate& gate);
-    Pass(const Pass&) = delete;
-    Pass& operator=(const Pass&) = delete;
     ~Pass() { end(); }
     explicit operator bool() const { return gate_ != nullptr; }
     void end();

@@ -115,12 +115,10 @@ Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
 }
 
 // The mark of an eviction, or of a copy ahead of one, which gives no chunks. Core::mutex is held at the construction.
-class Evicting {
+class Evicting : Immovable {
  public:
   explicit Evicting(Region& region) : region_(region), before_(region.offered_bytes()) { region.begin_eviction(); }
   ~Evicting() { region_.end_eviction(before_); }
-  Evicting(const Evicting&) = delete;
-  Evicting& operator=(const Evicting&) = delete;
 
  private:
   Region& region_;
@@ -182,7 +180,7 @@ std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes) {
 
 Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const Region&)>& spares, Deadline deadline,
               bool looks) {
-  const Copying copying(device);
+  const Counted copying(device.copying);
   Evicted result = Evicted::none;
   while (bytes > 0 && device.may_offer()) {
     std::size_t given = 0;
@@ -280,7 +278,7 @@ NoCopiesAhead::~NoCopiesAhead() {
 
 Given evict_within(Region& region, Range range, Deadline deadline) {
   if (!region.evicting() && region.offered_bytes() == 0) return {};  // in this order: a copy ahead maps its chunks
-  const Copying copying(region.device);
+  const Counted copying(region.device.copying);
   const Deadline late = std::max(deadline, now() + kOneLook);  // a copy ahead of a demand ends by itself
   const Look look = [&] {
     WaitsEndWith::look();

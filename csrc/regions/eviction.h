@@ -33,13 +33,11 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
 Evicted copy_ahead(Device& device);
 
 // No copy ahead of a demand runs in a region while this lives. They go on afterwards, unless the region is closed.
-class NoCopiesAhead {
+class NoCopiesAhead : Immovable {
  public:
   // Core::mutex is held. Waits for an eviction and for a copy that is under way.
   NoCopiesAhead(Region& region, std::unique_lock<std::mutex>& lock);
   ~NoCopiesAhead();
-  NoCopiesAhead(const NoCopiesAhead&) = delete;
-  NoCopiesAhead& operator=(const NoCopiesAhead&) = delete;
 
  private:
   explicit NoCopiesAhead(Region& region);  // complete before the wait, which may throw

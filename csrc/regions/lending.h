@@ -17,13 +17,11 @@ std::vector<Region::Placed> lend_chunks(Region& region, Range range, std::uint64
 void end_lease(Region& region, std::uint64_t lease);
 
 // Chunks of another process, mapped in this one with the layout that they have there.
-class BorrowedMemory {
+class BorrowedMemory : Immovable {
  public:
   // Reserves addresses for the offsets from `first` on. Sizes and offsets are multiples of kPage. Throws DriverError.
   BorrowedMemory(Device& device, std::size_t first, std::size_t span);
   ~BorrowedMemory();  // as leave(false), with a wait of kShortageWait
-  BorrowedMemory(const BorrowedMemory&) = delete;
-  BorrowedMemory& operator=(const BorrowedMemory&) = delete;
 
   // Imports and maps a chunk; the caller keeps the descriptor. Throws DriverError, and BadArgument for a slot outside
   // of the reserved addresses.

@@ -25,12 +25,10 @@ std::string take_allocation_error();
 
 // While it lives, the thread is in an allocation by torch, which holds torch's mutex: its waits must not take the GIL,
 // so they do not end on Ctrl-C.
-class TorchAllocation {
+class TorchAllocation : Immovable {
  public:
   TorchAllocation() { is_under_way_ = true; }
   ~TorchAllocation() { is_under_way_ = false; }
-  TorchAllocation(const TorchAllocation&) = delete;
-  TorchAllocation& operator=(const TorchAllocation&) = delete;
   static bool is_under_way() { return is_under_way_; }
   // As Region::allocate(), with the waits of the device. torch frees its cached blocks after a failure and asks again:
   // then the allocation does not wait for memory of others again.

@@ -534,7 +534,7 @@ void Transfer::give_access(Coming& coming) {
 
 void Transfer::begins(std::optional<Deadline>& copies_at) {
   if (!copies_at) copies_at = now();
-  if (!copying_) copying_.emplace(device_);
+  if (!copying_) copying_.emplace(device_.copying);
 }
 
 void Transfer::load(Coming& coming, Range range) {

@@ -87,7 +87,7 @@ class Stages {
   std::vector<Event> events_;
 };
 
-class Transfer {
+class Transfer : Immovable {
  public:
   struct Moved {
     std::size_t released_bytes = 0;
@@ -97,8 +97,6 @@ class Transfer {
 
   Transfer(Device& device, Bounds bounds, Stages& stages) : device_(device), bounds_(bounds), stages_(stages) {}
   ~Transfer() { undo(); }
-  Transfer(const Transfer&) = delete;
-  Transfer& operator=(const Transfer&) = delete;
 
   // `continues`: the region is paused, and has chunks left from a refusal.
   void add_leaving(const Pause& pause, bool continues) {
@@ -205,7 +203,7 @@ class Transfer {
   bool fills_ = false;                            // fills are queued
   bool under_way_ = false;                        // copies may be queued, and keep() was not called
   std::optional<Deadline> copies_out_at_, copies_in_at_;
-  std::optional<Copying> copying_;
+  std::optional<Counted> copying_;  // of the device
   Moved moved_;
 };
 
