@@ -9,6 +9,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <optional>
@@ -148,19 +149,26 @@ struct type_caster<Struct> {
 };
 
 // States, policies and fills are their names in Python.
-template <typename Choice>
+template <typename Choice, const auto& names>
 struct name_caster {
   NB_TYPE_CASTER(Choice, const_name("str"))
 
+  bool from_python(handle source, auto flags, cleanup_list* cleanup) noexcept {
+    make_caster<std::string> name;
+    if (!name.from_python(source, flags, cleanup)) return false;
+    const auto found = std::find(names.begin(), names.end(), name.value);
+    value = static_cast<Choice>(found - names.begin());
+    return found != names.end();
+  }
   static handle from_cpp(Choice choice, rv_policy, cleanup_list*) noexcept {
     return PyUnicode_FromString(memsaver::name_of(choice));
   }
 };
 template <>
-struct type_caster<memsaver::State> : name_caster<memsaver::State> {};
+struct type_caster<memsaver::State> : name_caster<memsaver::State, memsaver::kStateNames> {};
 template <>
-struct type_caster<memsaver::Policy> : name_caster<memsaver::Policy> {};
+struct type_caster<memsaver::Policy> : name_caster<memsaver::Policy, memsaver::kPolicyNames> {};
 template <>
-struct type_caster<memsaver::Fill> : name_caster<memsaver::Fill> {};
+struct type_caster<memsaver::Fill> : name_caster<memsaver::Fill, memsaver::kFillNames> {};
 
 }  // namespace nanobind::detail

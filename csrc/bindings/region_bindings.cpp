@@ -175,17 +175,15 @@ Ranges segments(const Region& region, const std::optional<Ranges>& within) {
   return region.parts(within ? *within : region.live());
 }
 
-Region* make_region(const std::string& tag, const std::string& device, const std::string& backup, bool frozen,
-                    const std::string& fill, bool one_handle) {
-  return &core().region(
-      tag, device, {.policy = policy_of(backup), .frozen = frozen, .fill = fill_of(fill), .one_handle = one_handle});
+Region* make_region(const std::string& tag, const std::string& device, Policy backup, bool frozen, Fill fill,
+                    bool one_handle) {
+  return &core().region(tag, device, {.policy = backup, .frozen = frozen, .fill = fill, .one_handle = one_handle});
 }
 
 // The region of torch's default pool on a CUDA device, which is made at the first call.
-Region* default_pool(const std::string& tag, const std::string& device, const std::string& backup) {
-  const Policy policy = policy_of(backup);
+Region* default_pool(const std::string& tag, const std::string& device, Policy backup) {
   if (Region* known = default_pools().on(core().device(device).driver->ordinal())) return known;
-  Region& made = core().region(tag, device, {.policy = policy, .most_slack = 0, .placed = true});
+  Region& made = core().region(tag, device, {.policy = backup, .most_slack = 0, .placed = true});
   if (!made.placed) throw BadArgument("region '" + tag + "' on " + device + " exists, expected a new tag");
   default_pools().add(made);
   return &made;
@@ -237,7 +235,7 @@ void bind_regions(nb::module_& module) {
       .def("entry_points", &bind_entry_points)
       .def("allocate_array", &allocate_array, "size"_a);
   module.def("region", &make_region, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a,
-             "frozen"_a = false, "fill"_a = "clean", "one_handle"_a = false);
+             "frozen"_a = false, "fill"_a = Fill::clean, "one_handle"_a = false);
   module.def(
       "bind_default_pools", [](const std::string& library) { return default_pools().bind(library); }, "library"_a,
       unlocked);
@@ -252,11 +250,8 @@ void bind_regions(nb::module_& module) {
   module.def("plain_entry_points", &plain_entry_points);
   module.def("take_allocation_error", &take_allocation_error);
   nb::class_<TaggedRegions>(module, "TaggedRegions")
-      .def(
-          "active",
-          [](TaggedRegions& tagged, const std::string& tag, const std::string& device, const std::string& backup,
-             bool one_handle) { return &tagged.active(tag, device, policy_of(backup), one_handle); },
-          unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a, "one_handle"_a = false)
+      .def("active", &TaggedRegions::active, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a,
+           "one_handle"_a = false)
       .def("all", &TaggedRegions::all, nb::rv_policy::reference, unlocked)
       .def("set_aside", &TaggedRegions::set_aside, unlocked, "regions"_a, "is_aside"_a);
   module.def("tagged_regions", &tagged_regions, nb::rv_policy::reference, "prefix"_a);

@@ -21,13 +21,13 @@ struct OwnedTransition : Transition {
   }
 };
 
-void prepare(OwnedTransition& transition, const std::vector<std::string>& policies, std::vector<Ranges> live,
+void prepare(OwnedTransition& transition, const std::vector<Policy>& policies, std::vector<Ranges> live,
              const std::vector<bool>& restore, std::vector<std::shared_ptr<CommonBackup>> common) {
   std::vector<Pause> pauses;
   const auto& pausing = transition.pausing();
   for (std::size_t i = 0; i < pausing.size(); ++i)
-    pauses.push_back({pausing[i], policy_of(policies.at(i)), std::move(live.at(i)),
-                      common.empty() ? nullptr : std::move(common.at(i))});
+    pauses.push_back(
+        {pausing[i], policies.at(i), std::move(live.at(i)), common.empty() ? nullptr : std::move(common.at(i))});
   transition.prepare(std::move(pauses), restore);
 }
 

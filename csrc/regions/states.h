@@ -4,9 +4,6 @@
 
 #include <array>
 #include <cstddef>
-#include <string>
-
-#include "base/errors.h"
 
 namespace memsaver {
 
@@ -25,18 +22,5 @@ inline constexpr std::array kFillNames = {"clean", "zero", "poison", "keep"};
 inline const char* name_of(State state) { return kStateNames.at(static_cast<std::size_t>(state)); }
 inline const char* name_of(Policy policy) { return kPolicyNames.at(static_cast<std::size_t>(policy)); }
 inline const char* name_of(Fill fill) { return kFillNames.at(static_cast<std::size_t>(fill)); }
-
-// The value of an option by its name. Throws BadArgument.
-template <typename Choice, std::size_t count>
-Choice chosen(const char* option, const std::string& name, const std::array<const char*, count>& names) {
-  std::string expected;
-  for (std::size_t number = 0; number < count; ++number) {
-    if (name == names[number]) return static_cast<Choice>(number);
-    expected += std::string(number == 0 ? "" : number + 1 < count ? ", " : " or ") + "'" + names[number] + "'";
-  }
-  throw BadArgument(std::string(option) + " is '" + name + "', expected " + expected);
-}
-inline Policy policy_of(const std::string& name) { return chosen<Policy>("backup", name, kPolicyNames); }
-inline Fill fill_of(const std::string& name) { return chosen<Fill>("fill", name, kFillNames); }
 
 }  // namespace memsaver
