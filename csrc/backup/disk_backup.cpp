@@ -32,7 +32,7 @@ std::uint64_t checksum(const std::byte* data, std::size_t size) {
 // A block of pinned memory, on loan from the arena.
 class Staging : Immovable {
  public:
-  explicit Staging(HostArena& arena) : arena_(arena), extent_(arena.take_whole(DiskBackup::kBlock)) {}
+  explicit Staging(HostArena& arena) : arena_(arena), extent_(arena.take_whole(Blocks::kSize)) {}
   ~Staging() { arena_.put(extent_); }
   std::byte* data() const { return extent_.data; }
 
@@ -52,9 +52,9 @@ class Staging : Immovable {
   HostArena::Extent extent_;
 };
 
-Ranges ranges_of(const std::vector<DiskBackup::Piece>& pieces) {
+Ranges ranges_of(const std::vector<Blocks::Piece>& pieces) {
   Ranges ranges;
-  for (const DiskBackup::Piece& piece : pieces) ranges.push_back({piece.offset, piece.size});
+  for (const Blocks::Piece& piece : pieces) ranges.push_back({piece.offset, piece.size});
   return ranges;
 }
 
@@ -64,8 +64,8 @@ class DiskCopies final : public Saver, public Loader {
   // `ranges`: the batches to save, or the contents to load.
   DiskCopies(DiskBackup& backup, Driver& driver, Direction direction, Ranges ranges)
       : backup_(backup), driver_(driver), direction_(direction), ranges_(std::move(ranges)) {
-    for (std::size_t block = 0; block < backup.blocks(); ++block) {
-      const Ranges here = ranges_of(backup.pieces(block));
+    for (std::size_t block = 0; block < backup.blocks.count(); ++block) {
+      const Ranges here = ranges_of(backup.blocks.pieces(block));
       if (direction == Direction::out ? !backup.saved.covers(here) : !intersect(ranges_, here).empty())
         blocks_.push_back(block);
     }
@@ -144,8 +144,8 @@ class DiskCopies final : public Saver, public Loader {
   }
 
   void save(std::size_t block, const Staging& staging) {
-    const auto pieces = backup_.pieces(block);
-    for (const DiskBackup::Piece& piece : pieces)
+    const auto pieces = backup_.blocks.pieces(block);
+    for (const Blocks::Piece& piece : pieces)
       staging.each(piece.in_block, piece.size, [&](std::byte* host, std::size_t done, std::size_t size) {
         driver_.copy_out(host, piece.offset + done, size);
       });
@@ -157,14 +157,14 @@ class DiskCopies final : public Saver, public Loader {
 
   void load(std::size_t block, const Staging& staging) {
     backup_.load(block, staging.data());
-    const auto pieces = backup_.pieces(block);
+    const auto pieces = backup_.blocks.pieces(block);
     const Ranges here = intersect(ranges_, ranges_of(pieces));
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return stopped_ || there_.covers(here); });
       if (stopped_) return;
     }
-    for (const DiskBackup::Piece& piece : pieces)
+    for (const Blocks::Piece& piece : pieces)
       for (const Range& part : intersect(here, {{piece.offset, piece.size}}))
         staging.each(piece.in_block + (part.offset - piece.offset), part.size,
                      [&](const std::byte* host, std::size_t done, std::size_t size) {
@@ -194,8 +194,8 @@ class DiskCopies final : public Saver, public Loader {
 }  // namespace
 
 DiskBackup::DiskBackup(HostArena& staging, DiskStore& store, const std::string& directory, Ranges parts)
-    : Backup(std::move(parts)), staging_(staging), store_(store), directory_(directory), blocks_(runs()) {
-  checksums_.resize(blocks_.count());
+    : Backup(std::move(parts)), blocks(runs()), staging_(staging), store_(store), directory_(directory) {
+  checksums_.resize(blocks.count());
   file_ = store_.take(directory_, round_up(bytes(), kFileAlignment));
 }
 
@@ -206,14 +206,14 @@ BackupError DiskBackup::error(const std::string& what) const {
                      store_.held_bytes(), 0);
 }
 
-std::size_t DiskBackup::size_of(std::size_t block) const { return round_up(blocks_.bytes(block), kFileAlignment); }
+std::size_t DiskBackup::size_of(std::size_t block) const { return round_up(blocks.bytes(block), kFileAlignment); }
 
 void DiskBackup::save(std::size_t block, std::byte* memory) {
-  const std::size_t used = blocks_.bytes(block), size = size_of(block);
+  const std::size_t used = blocks.bytes(block), size = size_of(block);
   std::memset(memory + used, 0, size - used);
   checksums_[block] = checksum(memory, size);
   try {
-    file_->write(memory, size, block * kBlock);
+    file_->write(memory, size, block * Blocks::kSize);
   } catch (const Error& failure) {
     throw error(failure.what());
   }
@@ -221,12 +221,12 @@ void DiskBackup::save(std::size_t block, std::byte* memory) {
 
 void DiskBackup::load(std::size_t block, std::byte* memory) const {
   try {
-    file_->read(memory, size_of(block), block * kBlock);
+    file_->read(memory, size_of(block), block * Blocks::kSize);
   } catch (const Error& failure) {
     throw error(failure.what());
   }
   if (checksum(memory, size_of(block)) != checksums_[block])
-    throw error("the checksum of the file's block at byte " + std::to_string(block * kBlock) +
+    throw error("the checksum of the file's block at byte " + std::to_string(block * Blocks::kSize) +
                 " differs from the one that was written");
 }
 
@@ -244,14 +244,15 @@ std::byte* DiskBackup::view(Range) { throw error("the contents are in a file: us
 
 // Through memory that is not pinned, which needs no driver call: the context may be dead.
 void DiskBackup::read(Range range, std::byte* to) {
-  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(kFileAlignment, kBlock), &std::free);
+  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(kFileAlignment, Blocks::kSize),
+                                                           &std::free);
   if (memory == nullptr) throw error("the system has no memory for a block of it");
   auto* const data = static_cast<std::byte*>(memory.get());
-  for (std::size_t block = 0; block < blocks(); ++block) {
-    const auto pieces = this->pieces(block);
+  for (std::size_t block = 0; block < blocks.count(); ++block) {
+    const auto pieces = blocks.pieces(block);
     if (intersect(ranges_of(pieces), {range}).empty()) continue;
     load(block, data);
-    for (const Piece& piece : pieces)
+    for (const Blocks::Piece& piece : pieces)
       for (const Range& part : intersect({{piece.offset, piece.size}}, {range}))
         std::memcpy(to + (part.offset - range.offset), data + piece.in_block + (part.offset - piece.offset), part.size);
   }

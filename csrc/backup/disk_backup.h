@@ -37,17 +37,13 @@ class DiskStore {
 
 class DiskBackup final : public Backup {
  public:
-  static constexpr std::size_t kBlock = Blocks::kSize;
-  using Piece = Blocks::Piece;
-
   // Takes a file with space for all parts. Throws BackupError.
   DiskBackup(HostArena& staging, DiskStore& store, const std::string& directory, Ranges parts);
   ~DiskBackup() override;
 
-  std::size_t blocks() const { return checksums_.size(); }
-  std::vector<Piece> pieces(std::size_t block) const { return blocks_.pieces(block); }
-  // Callable from any thread, one block each. `memory`: kBlock bytes, page-aligned. They throw Error, load() also if
-  // the checksum differs.
+  const Blocks blocks;  // end to end in the file
+  // Callable from any thread, one block each. `memory`: Blocks::kSize bytes, page-aligned. They throw Error, load()
+  // also if the checksum differs.
   void save(std::size_t block, std::byte* memory);
   void load(std::size_t block, std::byte* memory) const;
   HostArena& staging() const { return staging_; }
@@ -64,7 +60,6 @@ class DiskBackup final : public Backup {
   HostArena& staging_;
   DiskStore& store_;
   const std::string directory_;
-  const Blocks blocks_;  // end to end in the file
   std::vector<std::uint64_t> checksums_;
   std::unique_ptr<ScratchFile> file_;
 };
