@@ -30,7 +30,7 @@ void bind_driver(nb::module_& module) {
       .def("holdings", &Driver::holdings)
       .def("reserve", &Driver::reserve, "size"_a)
       .def("unreserve", &Driver::unreserve, "address"_a, "size"_a)
-      .def("create", &Driver::create, "size"_a)
+      .def("create", &Driver::create, "size"_a, "whole"_a = false)
       .def("release", &Driver::release, "handle"_a)
       .def("exports", &Driver::exports)
       .def("export_fd", &Driver::export_fd, "handle"_a)

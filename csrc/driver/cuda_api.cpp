@@ -199,13 +199,6 @@ bool refuses_handle_type(Result code) {
   return code == kUnknownType || code == kNotPermitted || code == kNotSupported;
 }
 
-AllocationHandle import_posix(const Api& api, int file) {
-  AllocationHandle handle = 0;
-  void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(file));
-  check(api, "cuMemImportFromShareableHandle", api.cuMemImportFromShareableHandle(&handle, as_pointer, kHandlePosixFd));
-  return handle;
-}
-
 AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, int handle_types) {
   AllocationProp properties{};
   properties.type = kAllocationPinned;

@@ -182,7 +182,6 @@ std::vector<Device> all_devices(const Api& api);
 std::size_t total_memory(const Api& api, Device device);  // in bytes; needs no context
 bool any_is_numa_node(const Api& api);  // whether the memory of a visible device is a NUMA node of the system
 bool refuses_handle_type(Result code);  // whether cuMemCreate refused the type of the handle by this code
-AllocationHandle import_posix(const Api& api, int file);  // memory of another process; the caller closes the file
 // The properties of new chunks with these types of handles, which cannot be added later. Throws DriverError if the
 // device maps memory in other units than kPage.
 AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, int handle_types);

@@ -99,16 +99,10 @@ bool Driver::exports() const {
   return attribute_of(api_, device_, kAttributePosixFd) != 0 && makes(kHandlePosixFd, has_posix_);
 }
 
-Handle Driver::create(std::size_t size) {
-  const AllocationProp properties = with(exports() ? kHandlePosixFd : 0);
-  AllocationHandle handle = 0;
-  make("cuMemCreate", api_.cuMemCreate, &handle, size, &properties, 0);
-  return handle;
-}
-
-Handle Driver::create_whole(std::size_t size) {
-  if (!exports() || !makes(kHandleFabric, has_fabric_)) return create(size);
-  const AllocationProp properties = with(kHandlePosixFd | kHandleFabric);
+Handle Driver::create(std::size_t size, bool whole) {
+  const int posix = exports() ? kHandlePosixFd : 0;
+  const int fabric = whole && posix != 0 && makes(kHandleFabric, has_fabric_) ? kHandleFabric : 0;
+  const AllocationProp properties = with(posix | fabric);
   AllocationHandle handle = 0;
   make("cuMemCreate", api_.cuMemCreate, &handle, size, &properties, 0);
   return handle;
@@ -126,8 +120,10 @@ int Driver::export_fd(Handle handle) {
 }
 
 Handle Driver::import_fd(int fd) {
-  const Scope scope(api_, context_);
-  return import_posix(api_, fd);
+  AllocationHandle handle = 0;
+  void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
+  make("cuMemImportFromShareableHandle", api_.cuMemImportFromShareableHandle, &handle, as_pointer, kHandlePosixFd);
+  return handle;
 }
 
 Address Driver::allocate(std::size_t size) {

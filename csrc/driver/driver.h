@@ -59,8 +59,7 @@ class Driver : Immovable {
   void unreserve(Address address, std::size_t size);
 
   // Physical memory. It is freed when its handle is released and its last mapping is gone, in either order.
-  Handle create(std::size_t size);
-  Handle create_whole(std::size_t size);  // with all handle types for export
+  Handle create(std::size_t size, bool whole = false);  // `whole`: with all handle types for export
   void release(Handle handle);
   int export_fd(Handle handle);  // the caller closes it
   bool exports() const;          // false: chunks cannot be exported, so there is no shared pool

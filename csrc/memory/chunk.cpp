@@ -121,7 +121,7 @@ Chunk RetainedPool::take_idle(std::size_t limit) {
 Chunk RetainedPool::make_whole(std::size_t size) {
   for (;;) {
     try {
-      return Chunk(driver_, driver_.create_whole(size), size, nullptr);
+      return Chunk(driver_, driver_.create(size, true), size, nullptr);
     } catch (const ChunkUnavailable&) {
       if (give_up(size) == 0) throw;
     }
