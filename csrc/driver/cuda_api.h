@@ -97,9 +97,9 @@ constexpr int kGranularityMinimum = 0;
 #define MEMSAVER_CUDA_CALLS(required, optional)                                                                    \
   required(cuInit, 2000, unsigned)                                                                                 \
   required(cuGetErrorString, 6000, Result, const char**)                                                           \
-  optional(cuDriverGetVersion, 2020, int*)                                                                         \
+  required(cuDriverGetVersion, 2020, int*)                                                                         \
   required(cuDeviceGetCount, 2000, int*)                                                                           \
-  optional(cuDeviceGetName, 2000, char*, int, Device)                                                              \
+  required(cuDeviceGetName, 2000, char*, int, Device)                                                              \
   required(cuDeviceGet, 2000, Device*, int)                                                                        \
   required(cuDeviceGetUuid, 11040, Uuid*, Device)                                                                  \
   required(cuDeviceGetAttribute, 2000, int*, int, Device)                                                          \

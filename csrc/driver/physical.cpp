@@ -86,7 +86,7 @@ std::vector<GpuFacts> gpu_facts() {
   std::vector<GpuFacts> found;
   for (const Device device : all_devices(calls)) {
     char name[256] = "";
-    if (calls.cuDeviceGetName != nullptr) calls.cuDeviceGetName(name, sizeof name, device);
+    calls.cuDeviceGetName(name, sizeof name, device);
     const auto has = [&](int which) {
       int value = 0;
       return calls.cuDeviceGetAttribute(&value, which, device) == kSuccess && value != 0;
@@ -99,8 +99,7 @@ std::vector<GpuFacts> gpu_facts() {
 
 int cuda_version() {
   int version = 0;
-  const Api& calls = api();
-  return calls.cuDriverGetVersion != nullptr && calls.cuDriverGetVersion(&version) == kSuccess ? version : 0;
+  return api().cuDriverGetVersion(&version) == kSuccess ? version : 0;
 }
 
 std::string cuda_uuid(int ordinal) { return uuid_of(platform(), device_at(ordinal)); }

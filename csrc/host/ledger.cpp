@@ -181,15 +181,12 @@ void Ledger::enter_locked(std::uint64_t inode, std::size_t size, bool is_owner) 
   throw Refused(kOperatingSystem, "the host device's ledger has no free entry");
 }
 
-Ledger::Entry* Ledger::own_locked(std::uint64_t inode) const {
-  return std::find_if(begin(), end(), [&](const Entry& each) {
-    return each.pid == static_cast<std::uint32_t>(::getpid()) && each.inode == inode;
-  });
-}
-
 void Ledger::discharge(std::uint64_t inode) {
   const Lock lock(*this);
-  if (Entry* own = own_locked(inode); own != end()) own->pid = 0;
+  Entry* own = std::find_if(begin(), end(), [&](const Entry& each) {
+    return each.pid == static_cast<std::uint32_t>(::getpid()) && each.inode == inode;
+  });
+  if (own != end()) own->pid = 0;
   while (header_->high_water > 0 && (end() - 1)->pid == 0) --header_->high_water;
 }
 

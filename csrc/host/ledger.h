@@ -63,7 +63,6 @@ class Ledger : Immovable {
   std::unordered_map<std::uint64_t, const Entry*> owners_locked() const;  // by the chunk
   void strike_dead_locked();
   void enter_locked(std::uint64_t inode, std::size_t size, bool is_owner);
-  Entry* own_locked(std::uint64_t inode) const;  // end(): this process has none of this chunk
   Entry* begin() const { return reinterpret_cast<Entry*>(header_ + 1); }
   Entry* end() const { return begin() + header_->high_water; }
 

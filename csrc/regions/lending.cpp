@@ -41,7 +41,7 @@ BorrowedMemory::~BorrowedMemory() {
     unmap();
   } catch (const std::exception&) {
     // The device is busy, a capture is under way, or the context is dead: the memory stays mapped.
-    for (Part& part : mapped_) static_cast<void>(std::move(part.chunk).keep());
+    for (auto& [slot, chunk] : mapped_) static_cast<void>(std::move(chunk).keep());
   }
 }
 
@@ -52,12 +52,12 @@ void BorrowedMemory::map(Slot slot, int file) {
   Driver& driver = *device_.driver;
   Chunk chunk(driver, driver.import_fd(file), slot.size, nullptr);
   map_or_not(driver, address_of(slot.offset), slot.size, chunk.handle());
-  mapped_.push_back({slot, std::move(chunk)});
+  mapped_.emplace_back(slot, std::move(chunk));
 }
 
 void BorrowedMemory::allow() {
   Ranges slots;
-  for (const Part& part : mapped_) slots.push_back(part.slot);
+  for (const auto& [slot, chunk] : mapped_) slots.push_back(slot);
   for (const Range& run : joined(slots)) device_.driver->allow(address_of(run.offset), run.size);
 }
 
@@ -71,9 +71,9 @@ bool BorrowedMemory::leave(bool idle) {
 bool BorrowedMemory::unmap() noexcept {
   Driver& driver = *device_.driver;
   bool all_gone = true;
-  for (const Part& part : mapped_) {
+  for (const auto& [slot, chunk] : mapped_) {
     try {
-      unmap_or_not(driver, address_of(part.slot.offset), part.slot.size);
+      unmap_or_not(driver, address_of(slot.offset), slot.size);
     } catch (const DriverError&) {
       all_gone = false;
     }

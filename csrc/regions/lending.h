@@ -39,11 +39,7 @@ class BorrowedMemory : Immovable {
   Device& device_;
   const std::size_t first_, span_;
   Address base_ = 0;  // 0: it was left
-  struct Part {
-    Slot slot;
-    Chunk chunk;
-  };
-  std::vector<Part> mapped_;
+  std::vector<std::pair<Slot, Chunk>> mapped_;
 };
 
 }  // namespace memsaver
