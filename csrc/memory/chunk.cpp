@@ -6,9 +6,6 @@
 namespace memsaver {
 namespace {
 
-constexpr auto kShortestPoll = std::chrono::milliseconds(1);
-constexpr auto kLongestPoll = std::chrono::milliseconds(20);
-
 std::atomic<std::size_t> unreleased = 0;
 
 }  // namespace
@@ -48,7 +45,7 @@ class RetainedPool::Request final : public ChunkRequest {
       : pool_(pool), missing_(bytes), deadline_(deadline) {}
 
   Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) override {
-    if (wait == WaitFor::memory) wait_for_all();
+    if (wait == WaitFor::memory) check_for_all();
     if (fresh == 0) return pool_.make_whole(limit);
     // Idle chunks first, also small ones: creating memory beside idle memory would hold more than is needed.
     if (Chunk chunk = pool_.take_idle(limit)) return std::move(chunk).on_loan_from(&pool_);
@@ -69,18 +66,13 @@ class RetainedPool::Request final : public ChunkRequest {
   std::optional<MemoryWait> waited() const override { return waited_; }
 
  private:
-  // Waits for the whole need first. Two processes that collect chunks one by one could each hold a half and block each
-  // other.
-  void wait_for_all() {
-    auto poll = std::chrono::duration_cast<Clock::duration>(kShortestPoll);
-    const std::size_t offered = pool_.offered_;
-    while (now() < deadline_ && !waiting_is_over && pool_.offered_ <= offered &&
-           pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
-      if (!waited_) waited_ = MemoryWait{missing_, now(), now()};
-      WaitsEndWith::look();
-      sleep_for(std::min(poll, deadline_ - now()));
-      waited_->ended = now();
-      poll = std::min<Clock::duration>(poll * 2, kLongestPoll);
+  // Until the deadline nothing is taken without the whole need. Two processes that collect chunks one by one could each
+  // hold a half and block each other.
+  void check_for_all() {
+    const Deadline began = now();
+    if (began < deadline_ && !waiting_is_over && pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
+      waited_ = MemoryWait{missing_, began, now()};
+      throw ChunkUnavailable("ask", "the device has less memory than is needed");
     }
     missing_ = 0;  // once
   }

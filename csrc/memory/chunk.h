@@ -149,12 +149,11 @@ struct RetainBudget {
   }
 };
 
-// The driver as a source, with a pool of idle chunks up to the budget (0: none).
+// The driver as a source, with a pool of idle chunks up to the budget (0: none). It has no queue, so next() never
+// waits: a demand whose deadline has not passed asks again.
 class RetainedPool final : public ChunkSource {
  public:
-  // `offered`: bytes that lazy pauses offer. A wait for memory ends when they grow.
-  RetainedPool(Driver& driver, RetainBudget& budget, const std::atomic<std::size_t>& offered)
-      : driver_(driver), budget_(budget), offered_(offered) {}
+  RetainedPool(Driver& driver, RetainBudget& budget) : driver_(driver), budget_(budget) {}
   ~RetainedPool() override { give_up(static_cast<std::size_t>(-1)); }
 
   std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) override;
@@ -170,7 +169,6 @@ class RetainedPool final : public ChunkSource {
 
   Driver& driver_;
   RetainBudget& budget_;
-  const std::atomic<std::size_t>& offered_;
   mutable std::mutex mutex_;
   std::map<std::size_t, std::vector<Chunk>> idle_;  // by class; without a source
 };

@@ -12,8 +12,7 @@ constexpr std::size_t kAlignment = 512;  // the alignment of torch's own allocat
 constexpr std::size_t kLeastRange = std::size_t{1} << 30;
 constexpr int kTries = 8;                                   // of an allocation, if other threads change its layout
 constexpr std::size_t kNoneAllowed = std::size_t{1} << 61;  // exceeds every allowance, so that no chunk has slack
-constexpr auto kNextWait = std::chrono::milliseconds(2);    // after one in which others took the memory
-constexpr auto kNextLook = std::chrono::milliseconds(100);  // at offered chunks, during a wait
+constexpr auto kNextWait = std::chrono::milliseconds(10);   // for memory
 
 }  // namespace
 
@@ -89,7 +88,7 @@ void Region::find_more(std::size_t wanted, std::size_t needed, Deadline shortage
   if (evicted == Evicted::busy && now() < shortage) {
     sleep_for(kNextWait);
   } else if (now() < memory && !waiting_is_over) {
-    if (std::exchange(wait, WaitFor::memory) == WaitFor::memory) {  // others have taken the memory meanwhile
+    if (std::exchange(wait, WaitFor::memory) == WaitFor::memory) {
       WaitsEndWith::look();
       sleep_for(kNextWait);
     }
@@ -111,9 +110,7 @@ void Region::with_chunks(std::size_t wanted, Deadline shortage, Deadline memory,
     const std::uint64_t seen = device.resting.given_back();
     const Needs needs = needs_of(snug);
     try {
-      Deadline until = wait == WaitFor::memory ? memory : shortage;
-      if (!device.pooled && device.may_offer()) until = std::min(until, now() + kNextLook);
-      if (use(take(needs, until, wait), snug)) return;
+      if (use(take(needs, wait == WaitFor::memory ? memory : shortage, wait), snug)) return;
       if (++tries < kTries) continue;
     } catch (const ChunkNeverAvailable&) {
       if (wait == WaitFor::memory) memory = Deadline::min();  // more than a shared pool has in all

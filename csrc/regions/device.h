@@ -42,7 +42,7 @@ struct Device {
       : driver(std::move(opened)),
         total_bytes(round_up(driver->memory().total, kPage)),
         parts(shared_parts),
-        retained(*driver, parts.retain, offered),
+        retained(*driver, parts.retain),
         arena(*driver, parts.host_budget),
         resting(*driver, parts.gate, mutex),
         reclaimer(*this) {}

@@ -15,10 +15,9 @@
 namespace memsaver {
 namespace {
 
-constexpr auto kRetry = std::chrono::milliseconds(2);
-constexpr auto kSlice = std::chrono::milliseconds(100);  // of a wait, until offered chunks are tried again
-constexpr double kRepeated = 0.1;                        // seconds between two waits of one demand
-constexpr unsigned char kPoison = 0xff;                  // NaN in the usual floating-point types
+constexpr auto kRetry = std::chrono::milliseconds(10);
+constexpr double kRepeated = 0.1;        // seconds between two waits of one demand
+constexpr unsigned char kPoison = 0xff;  // NaN in the usual floating-point types
 
 Range range_of(const std::vector<Slot>& neighbours) { return {neighbours.front().offset, bytes_of(neighbours)}; }
 
@@ -255,16 +254,15 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
   const Deadline began = now();  // after it, so that a wait of 0 s has passed at its begin
   if (!device_.pooled && deadline > began && device_.driver->memory().free + device_.retained.idle_bytes() < needed)
     device_.reclaimer.finish(now());  // begins it; a broker asks this process as it asks the others
-  bool reclaims = true, looks = true;
+  bool reclaims = true;
   std::optional<Deadline> gone;  // the end of the wait for obstacles at offered chunks, after `deadline`
   for (bool snug = false;;) {
     bool never = false;
     const std::uint64_t seen = device_.resting.given_back();
-    // Offered chunks are taken before a wait, and tried again within it. A broker asks for them by itself.
+    // A broker asks for offered chunks by itself.
     const bool offers = !device_.pooled && device_.may_offer(), gives = may_give();
-    const Deadline until = gives || (offers && looks) ? now() : offers ? std::min(deadline, now() + kSlice) : deadline;
     try {
-      const auto request = device_.source().ask(needs(snug), until, bounds_.whole);
+      const auto request = device_.source().ask(needs(snug), gives ? now() : deadline, bounds_.whole);
       try {
         attempt(*request, snug);
       } catch (...) {
@@ -303,8 +301,7 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
     }
     if (offers) {
       const Evicted evicted = evict(device_, lacking(snug), is_own, bounds_.whole, true);
-      looks = evicted == Evicted::some;
-      if (looks) continue;
+      if (evicted == Evicted::some) continue;
       if (never && !gone) gone = std::min(bounds_.whole, now() + kShortageWait);
       never = never && (evicted == Evicted::none || now() >= *gone || waiting_is_over);
     }
