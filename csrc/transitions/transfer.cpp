@@ -76,8 +76,7 @@ void Transfer::claim(Coming& coming) {
   coming.claimed = true;
   coming.wanted = {};
   if (const std::shared_ptr<Backup> backup = region.backup(); coming.restores && backup != nullptr) {
-    RangeSet there;
-    for (const Slot& slot : region.offered_slots()) there.add(slot);
+    const RangeSet there(region.offered_slots());
     coming.wanted = there.missing_from(intersect(backup->saved.within(kEverywhere), region.live()));
   }
 }
@@ -108,9 +107,7 @@ void Transfer::save_where(Leaving& leaving) {
     // The contents are discarded.
   } else if (region.sealed()) {
     leaving.backup = region.backup();
-    RangeSet copied;
-    for (const Range& part : leaving.backup->parts()) copied.add(part);
-    if (!copied.covers(leaving.live))
+    if (!RangeSet(leaving.backup->parts()).covers(leaving.live))
       throw Error(
           "region '" + region.tag +
           "' is frozen, and its copy lacks some of its allocations: call thaw(), and the next pause makes a new copy");
