@@ -82,7 +82,6 @@ std::vector<Region*> DefaultPools::all() {
 }
 
 std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordinal) {
-  if (!usable()) return std::nullopt;
   Region* region = on(ordinal);
   if (region == nullptr || region->state() != State::active) {
     refusal = {};
@@ -108,7 +107,6 @@ std::optional<int> DefaultPools::create(Handle& made, std::size_t size, int ordi
 }
 
 std::optional<int> DefaultPools::release(Handle handle) {
-  if (!usable()) return std::nullopt;
   std::map<Handle, Piece>::node_type released;  // its chunks return to their source without the lock
   const std::lock_guard lock(mutex_);
   released = pieces_.extract(handle);
@@ -116,7 +114,6 @@ std::optional<int> DefaultPools::release(Handle handle) {
 }
 
 std::optional<int> DefaultPools::export_handle(Handle handle) {
-  if (!usable()) return std::nullopt;
   // Another process would keep the memory over a pause. memsaver's own export follows the pauses.
   const std::lock_guard lock(mutex_);
   return pieces_.contains(handle) ? std::optional<int>(kNoSupport) : std::nullopt;
@@ -130,7 +127,6 @@ std::optional<DefaultPools::Piece> DefaultPools::take(Handle handle) {
 }
 
 std::optional<int> DefaultPools::map(Address address, std::size_t size, Handle handle) {
-  if (!usable()) return std::nullopt;
   try {
     auto piece = take(handle);
     if (!piece) return std::nullopt;
@@ -144,7 +140,6 @@ std::optional<int> DefaultPools::map(Address address, std::size_t size, Handle h
 }
 
 std::optional<int> DefaultPools::unmap(Address address, std::size_t size) {
-  if (!usable()) return std::nullopt;
   try {
     Region* region = core().parts.addresses.at(address);
     if (region == nullptr || !region->placed) return std::nullopt;
@@ -154,17 +149,18 @@ std::optional<int> DefaultPools::unmap(Address address, std::size_t size) {
   }
 }
 
+bool DefaultPools::is_used(Range range) {
+  const std::vector<Region*> regions = all();
+  return std::any_of(regions.begin(), regions.end(), [&](const Region* region) { return region->touches(range); });
+}
+
 std::optional<int> DefaultPools::unreserve(Address address, std::size_t size) {
-  if (!usable()) return std::nullopt;
   try {
     unreserve_late();
-    for (const Region* region : all()) {
-      if (!region->touches({address, size})) continue;
-      const std::lock_guard lock(mutex_);
-      late_.push_back({address, size});
-      return kDone;
-    }
-    return std::nullopt;
+    if (!is_used({address, size})) return std::nullopt;
+    const std::lock_guard lock(mutex_);
+    late_.push_back({address, size});
+    return kDone;
   } catch (...) {
     return code_of_error();
   }
@@ -177,11 +173,8 @@ void DefaultPools::unreserve_late() {
     if (late_.empty()) return;
     waiting.swap(late_);
   }
-  const std::vector<Region*> regions = all();
   for (const Range& range : waiting) {
-    const bool is_used =
-        std::any_of(regions.begin(), regions.end(), [&](const Region* region) { return region->touches(range); });
-    if (!is_used && unreserve_by_driver(range.offset, range.size) == kDone) continue;
+    if (!is_used(range) && unreserve_by_driver(range.offset, range.size) == kDone) continue;
     const std::lock_guard lock(mutex_);
     late_.push_back(range);
   }
@@ -189,7 +182,6 @@ void DefaultPools::unreserve_late() {
 
 std::optional<int> DefaultPools::allow(Address address, std::size_t size, int ordinal,
                                        const std::function<int(Address, std::size_t)>& driver) {
-  if (!usable()) return std::nullopt;
   try {
     Region* region = nullptr;
     Ranges ours;

@@ -64,6 +64,7 @@ class DefaultPools {
 
   void unreserve_late();  // addresses that were freed while a transition had chunks there
   std::vector<Region*> all();
+  bool is_used(Range range);                 // by a chunk or a segment of a region
   std::optional<Piece> take(Handle handle);  // for map(): the piece stays known, without its chunks
 
   std::mutex binding_;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "driver/cuda_api.h"
+#include "regions/core.h"
 #include "torch/default_pools.h"
 
 // torch's getter of the table may throw. An exception passes between libraries with one C++ runtime alone.
@@ -34,11 +35,11 @@ std::atomic<DefaultPools*> interceptor = nullptr;
 std::atomic<bool> has_fabric = false;  // the driver has given memory with a fabric handle
 Range callers{0, 0};                   // written before `interceptor`
 
-// The calls that this library answers: those from the library's own code.
+// The calls that this library answers: those from the library's own code, but in a forked child.
 DefaultPools* answers(const void* return_address) {
   const auto from = reinterpret_cast<Address>(return_address);
   DefaultPools* calls = interceptor;
-  return calls != nullptr && contains(callers, from) ? calls : nullptr;
+  return calls != nullptr && contains(callers, from) && usable() ? calls : nullptr;
 }
 
 #define MEMSAVER_ANSWERS() answers(__builtin_return_address(0))
