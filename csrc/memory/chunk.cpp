@@ -48,7 +48,10 @@ class RetainedPool::Request final : public ChunkRequest {
     if (wait == WaitFor::memory) check_for_all();
     if (fresh == 0) return pool_.make_whole(limit);
     // Idle chunks first, also small ones: creating memory beside idle memory would hold more than is needed.
-    if (Chunk chunk = pool_.take_idle(limit)) return std::move(chunk).on_loan_from(&pool_);
+    if (Chunk idle = pool_.take_idle(limit)) {
+      const std::size_t size = idle.size();
+      return Chunk(pool_.driver_, std::move(idle).keep(), size, &pool_);
+    }
     std::size_t size = chunk_class(std::min(limit, fresh));
     for (;;) {
       try {

@@ -49,10 +49,6 @@ class Chunk {
   bool foreign() const { return loan_.foreign; }
   void set_foreign(bool foreign) { loan_.foreign = foreign; }
   explicit operator bool() const { return loan_.driver != nullptr; }
-  Chunk on_loan_from(ChunkSource* source) && {  // the same handle, to be returned to another source
-    loan_.source = source;
-    return std::move(*this);
-  }
   Handle keep() && { return std::exchange(loan_, {}).handle; }  // the caller owns the handle from now on
 
  private:

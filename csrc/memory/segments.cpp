@@ -5,14 +5,14 @@
 namespace memsaver {
 
 void Segments::add(Range segment) {
-  segments_[segment.offset] = {segment.size, Use::live};
+  segments_[segment.offset] = {segment.size};
   live_bytes_ += segment.size;
 }
 
 bool Segments::rest(Address begin) {
   const auto found = segments_.find(begin);
-  if (found == segments_.end() || found->second.use == Use::resting) return false;
-  found->second.use = Use::resting;
+  if (found == segments_.end() || found->second.is_resting) return false;
+  found->second.is_resting = true;
   live_bytes_ -= found->second.size;
   resting_bytes_ += found->second.size;
   return true;
@@ -21,7 +21,7 @@ bool Segments::rest(Address begin) {
 Range Segments::erase(Address begin) {
   const auto found = segments_.find(begin);
   const Range erased{begin, found->second.size};
-  (found->second.use == Use::resting ? resting_bytes_ : live_bytes_) -= erased.size;
+  (found->second.is_resting ? resting_bytes_ : live_bytes_) -= erased.size;
   segments_.erase(found);
   return erased;
 }
@@ -29,7 +29,7 @@ Range Segments::erase(Address begin) {
 Ranges Segments::parts(const Ranges& ranges) const {
   Ranges live;
   for (const auto& [begin, segment] : segments_)
-    if (segment.use == Use::live) live.push_back({begin, segment.size});
+    if (!segment.is_resting) live.push_back({begin, segment.size});
   return intersect(live, sorted(ranges));
 }
 

@@ -11,8 +11,6 @@ namespace memsaver {
 
 class Segments {
  public:
-  enum class Use { live, resting };
-
   void add(Range segment);     // live
   bool rest(Address begin);    // false: no live segment begins here
   Range erase(Address begin);  // the segment exists
@@ -30,7 +28,7 @@ class Segments {
  private:
   struct Segment {
     std::size_t size;
-    Use use;
+    bool is_resting = false;
   };
   std::map<Address, Segment> segments_;
   std::size_t live_bytes_ = 0;
