@@ -27,9 +27,6 @@ void use_pool(const std::string& device, bool wanted) {
 }  // namespace
 
 template <>
-inline constexpr auto fields<SharedPool::Wait> =
-    [](const SharedPool::Wait& each) { return std::make_tuple(each.bytes, each.seconds); };
-template <>
 inline constexpr auto fields<SharedPool::Holder> =
     [](const SharedPool::Holder& each) { return std::make_tuple(each.pid, each.bytes, each.unused, each.why); };
 

@@ -189,10 +189,6 @@ Region* default_pool(const std::string& tag, const std::string& device, Policy b
   return &made;
 }
 
-template <>
-inline constexpr auto fields<EntryPoints> =
-    [](const EntryPoints& each) { return std::make_tuple(each.alloc, each.free); };
-
 // Tag, device, mapped bytes and offered bytes of each region.
 std::vector<std::tuple<std::string, std::string, std::size_t, std::size_t>> region_memory() {
   std::vector<std::tuple<std::string, std::string, std::size_t, std::size_t>> found;

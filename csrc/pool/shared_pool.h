@@ -60,10 +60,7 @@ class SharedPool final : public ChunkSource {
   void send_reclaimed(bool more, std::size_t unused, const std::string& why);  // answers the broker's `reclaim`
   void send_offers(std::size_t bytes);                                         // unless the broker has this figure
   // The calls of this process that wait for memory, and from whom, as far as the broker has told.
-  struct Wait {
-    std::size_t bytes;
-    double seconds;
-  };
+  using Wait = std::pair<std::size_t, double>;  // bytes, seconds
   struct Holder {
     int pid;
     std::size_t bytes;

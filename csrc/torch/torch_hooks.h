@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "regions/region.h"
 
@@ -14,10 +15,7 @@ constexpr std::size_t kEntryPoints = 4096;
 // Addresses of C functions, for torch's pluggable allocator:
 //   void* alloc(ssize_t size, int device, void* stream)
 //   void free(void* data, ssize_t size, int device, void* stream)
-struct EntryPoints {
-  std::uintptr_t alloc;
-  std::uintptr_t free;
-};
+using EntryPoints = std::pair<std::uintptr_t, std::uintptr_t>;
 
 // The error of this thread's last allocation through an entry point, if it failed and torch's own error does not tell
 // the reason: a broker that does not answer, a call of the driver. Each error is returned once. Empty: none.
