@@ -135,12 +135,7 @@ Address Driver::allocate(std::size_t size) {
 void Driver::free(Address address) { make("cuMemFree", api_.cuMemFree, address); }
 
 void Driver::map(Address address, std::size_t size, Handle handle) {
-  try {
-    make("cuMemMap", api_.cuMemMap, address, size, 0, handle, 0);
-  } catch (const DriverError& error) {  // it may be of other work, after a call that was made
-    if (!error.context_lost && is_mapped(address)) unmap(address, size);
-    throw;
-  }
+  make("cuMemMap", api_.cuMemMap, address, size, 0, handle, 0);
 }
 
 void Driver::allow(Address address, std::size_t size) {

@@ -68,8 +68,7 @@ class Driver : Immovable {
   Address allocate(std::size_t size);
   void free(Address address);  // waits for the device's work
 
-  // Mappings. Access to a mapped range faults until allow(). One call may allow or unmap several whole chunks. If map()
-  // throws, the range is not mapped.
+  // Mappings. Access to a mapped range faults until allow(). One call may allow or unmap several whole chunks.
   void map(Address address, std::size_t size, Handle handle);
   void allow(Address address, std::size_t size);
   void unmap(Address address, std::size_t size);

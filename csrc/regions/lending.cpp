@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "driver/checked_calls.h"
+
 namespace memsaver {
 
 std::vector<Region::Placed> lend_chunks(Region& region, Range range, std::uint64_t residence, std::uint64_t lease,
@@ -49,7 +51,7 @@ void BorrowedMemory::map(Slot slot, int file) {
                       " lies outside of the " + std::to_string(span_) + " bytes at " + std::to_string(first_));
   Driver& driver = *device_.driver;
   Chunk chunk(driver, driver.import_fd(file), slot.size, nullptr);
-  driver.map(address_of(slot.offset), slot.size, chunk.handle());
+  map_or_not(driver, address_of(slot.offset), slot.size, chunk.handle());
   mapped_.emplace_back(slot, std::move(chunk));
 }
 
@@ -71,7 +73,7 @@ bool BorrowedMemory::unmap() noexcept {
   bool all_gone = true;
   for (const auto& [slot, chunk] : mapped_) {
     try {
-      driver.unmap(address_of(slot.offset), slot.size);
+      unmap_or_not(driver, address_of(slot.offset), slot.size);
     } catch (const DriverError&) {
       all_gone = false;
     }
