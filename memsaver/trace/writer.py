@@ -1,6 +1,7 @@
 """Writes a trace: a line for each event, appended, so that the file of a killed process can be read.
 
-All processes of a host have one clock, CLOCK_MONOTONIC, and can share a file. An event is written when it has happened.
+All processes of a host have one clock, CLOCK_MONOTONIC, and can share a file. Lines are made and written apart from
+transitions that are shorter than this work: by a thread, 10 ms later.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from json import dumps
 from pathlib import Path
@@ -25,6 +28,8 @@ log = logging.getLogger("memsaver")
 OUTSIDE, IDLE = "outside of regions", "idle in the pool"  # owners of memory beside regions
 Args = Mapping[str, Any]
 
+_LONG_S = 0.005  # a transition that is written before its call returns
+_BATCH_S = 0.01  # time until others are written
 _tracks: dict[str, int] = {}  # their numbers, the same in all traces of the process
 
 
@@ -39,7 +44,10 @@ class Writer:
         self._pid = os.getpid()
         self._file: int | None = None
         self._ended = False
-        self._writing = threading.RLock()  # a finalizer may end a transition in the thread that has it
+        self._writing = threading.RLock()
+        self._events: deque[Callable[[], str]] = deque()  # not written yet
+        self._wake, self._thread = threading.Event(), threading.Thread(target=self._serve, name="memsaver trace")
+        self._thread.daemon = True
         self._lanes: list[float] = []  # tracks of transitions that overlap: the end of the last one of each
         self._tracks: set[str] = set()  # that have a name
         self._names: list[str] = []  # lines with new ones
@@ -51,29 +59,21 @@ class Writer:
 
         ``before``: the memory when it began; ``record``: its TransitionRecord; ``events``: those of the core.
         """
-        self._write(partial(self._transition, before, _core.region_memory(), began, record, events))
+        text = partial(self._transition, before, _core.region_memory(), began, record, events)
+        self._add(text, now=record.seconds >= _LONG_S)
 
     def event(
         self, kind: str, cat: str, name: str, at: float | None = None, args: Args | None = None, **more: Any
     ) -> None:
         """Writes another event. ``kind``: its "ph" in the format; ``at``: None for now; ``more``: see ``_line()``."""
-        self._write(partial(self._line, kind, cat, name, time.monotonic() if at is None else at, args or {}, **more))
+        self._add(partial(self._line, kind, cat, name, time.monotonic() if at is None else at, args or {}, **more))
 
-    def end(self, exits: bool = False) -> None:
-        """Ends the trace. ``exits``: the process ends, and its memory returns."""
-        if exits:
-            self._write(partial(self._memory, time.monotonic(), None))
+    def flush(self) -> None:
+        """Writes the events so far."""
         with self._writing:
-            self._ended = True
-            if self._file is not None:
-                os.close(self._file)
-
-    def _write(self, lines: Callable[[], str]) -> None:
-        with self._writing:
-            if self._ended:
-                return
             try:
-                if text := lines():
+                text = "".join([make() for make in self._taken()])
+                if text:
                     if self._file is None:
                         self._file = self._open()
                     _write(self._file, "".join(self._names) + text)
@@ -81,6 +81,40 @@ class Writer:
             except Exception as error:
                 self._ended = True
                 log.error("the trace ends: %s cannot be written: %s", self.path, error)
+
+    def _taken(self) -> Iterator[Callable[[], str]]:
+        with suppress(IndexError):  # also where a finalizer in this thread has flushed meanwhile
+            while True:
+                yield self._events.popleft()
+
+    def end(self, exits: bool = False) -> None:
+        """Ends the trace. ``exits``: the process ends, and its memory returns."""
+        if exits:
+            self._add(partial(self._memory, time.monotonic(), None))
+        self.flush()
+        self._ended = True
+        self._wake.set()
+        with self._writing:
+            if self._file is not None:
+                os.close(self._file)
+
+    def _add(self, text: Callable[[], str], now: bool = False) -> None:
+        if self._ended:
+            return
+        self._events.append(text)
+        if now:
+            self.flush()
+        elif not self._wake.is_set():
+            self._wake.set()
+            if self._thread.ident is None:
+                with suppress(RuntimeError):  # another thread has started it, or the interpreter exits
+                    self._thread.start()
+
+    def _serve(self) -> None:
+        while self._wake.wait() and not self._ended:
+            time.sleep(_BATCH_S)
+            self._wake.clear()
+            self.flush()
 
     def _transition(self, before: Any, after: Any, began: float, record: Any, events: Iterable[Any]) -> str:
         name = title_of(record.pause, record.resume)

@@ -51,6 +51,8 @@ def file(tmp_path: Path) -> Iterator[Path]:
 
 
 def of(path: Path | str) -> list[Event]:
+    if trace.active is not None:
+        trace.active.flush()
     return read([str(path)]).events
 
 
@@ -398,6 +400,28 @@ def test_waits_for_the_driver_and_for_readers_have_their_bytes(make: Make, file:
     assert memory["dur"] > 0
 
 
+def test_a_long_transition_is_written_before_its_call_returns(make: Make, file: Path, slow: memsaver.Guest) -> None:
+    region = make("host")
+    memsaver.register(slow)
+    memsaver.pause([region, "slow"])
+    found = read([str(file)]).events  # without a flush
+    assert only(found, f"pause {region.tag}, slow")["args"]["outcome"] == "done"
+    assert "guests leave slow" in stages(found, only(found, f"pause {region.tag}, slow"))
+    memsaver.resume()
+
+
+@pytest.fixture
+def slow() -> memsaver.Guest:
+    class Slow(memsaver.Guest):
+        def leave(self) -> None:
+            time.sleep(0.02)
+
+        def come_back(self) -> None:
+            pass
+
+    return Slow("slow", "slow")
+
+
 def test_phases_begin_and_end(make: Make, file: Path) -> None:
     rollout, train = make("host"), make("host")
     memsaver.define_phase("rollout", rollout)
@@ -494,7 +518,10 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.L
     memsaver.configure(trace="/dev/full")
     with caplog.at_level(logging.ERROR, logger="memsaver"):
         region.pause()
+        assert trace.active is not None
+        trace.active.flush()
         region.resume()
+        trace.active.flush()
     memsaver.configure(trace=None)
     assert [each.getMessage() for each in caplog.records] == [
         "the trace ends: /dev/full cannot be written: [Errno 28] No space left on device"
@@ -507,11 +534,13 @@ def test_nothing_is_written_before_the_first_event_and_after_the_end(make: Make,
     assert list(tmp_path.iterdir()) == []
     region = make("host")
     region.pause()
+    until(lambda: list(tmp_path.iterdir()))
     [file] = tmp_path.iterdir()
     assert file.name == f"run.{os.getpid()}.json"
     memsaver.configure(trace=None)
     before = file.read_bytes()
     region.resume()
+    time.sleep(0.05)
     assert file.read_bytes() == before and trace.active is None
 
 
