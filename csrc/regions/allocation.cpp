@@ -316,4 +316,16 @@ Layout Region::layout(bool snug) const {
                        segments_.live_bytes(), slack, snug || placed);
 }
 
+std::size_t Region::missing_bytes() const {
+  std::lock_guard lock(device.mutex);
+  std::size_t bytes = 0;
+  Address covered = 0;
+  for (const Range& range : segments_.live()) {
+    const Address begin = std::max<Address>(covered, round_down(range.offset, kPage));
+    covered = std::max<Address>(covered, round_up(range.end(), kPage));
+    if (covered > begin) bytes += unmapped_within(begin, covered);
+  }
+  return bytes;
+}
+
 }  // namespace memsaver

@@ -179,6 +179,7 @@ class Region : public RegionOptions {
   // chunks are used within the allowance.
   Layout layout(bool snug) const;
   Need need(std::size_t limit) const { return {limit, std::min(limit, largest_chunk()), limit}; }
+  std::size_t missing_bytes() const;  // the least memory of a layout
 
   // Maps a chunk, accessible only after allow().
   void map(Slot slot, Chunk chunk);

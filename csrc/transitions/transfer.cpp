@@ -241,7 +241,7 @@ void Transfer::reserve_and_start(bool chunks) {
 template <typename Attempt, typename GiveBack>
 void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
   std::size_t needed = 0, going_out = 0;
-  for (const Coming& coming : coming_) needed += bytes_of(Layout::planned(coming.region->layout(true)));
+  for (const Coming& coming : coming_) needed += coming.region->missing_bytes();
   for (const Leaving& leaving : leaving_) going_out += leaving.region->mapped_bytes();
   const auto is_own = [this](const Region& region) {
     return std::any_of(coming_.begin(), coming_.end(), [&](const Coming& each) { return each.region == &region; });
