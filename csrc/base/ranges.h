@@ -55,21 +55,9 @@ auto entry_at(Map& map, std::size_t address) {
   return found.empty() ? map.end() : found.begin();
 }
 
-// The entries of such a map that overlap a range, whole.
-template <typename Map>
-Ranges ranges_in(const Map& map, Range range = kEverywhere) {
-  Ranges found;
-  for (const auto& [offset, value] : overlapping(map, range)) found.push_back({offset, size_of(value)});
-  return found;
-}
-
 // A set of bytes. Touching ranges are joined.
 class RangeSet {
  public:
-  RangeSet() = default;
-  explicit RangeSet(const Ranges& ranges) {
-    for (const Range& range : ranges) add(range);
-  }
   void add(Range range);
   bool covers(Range range) const;
   bool covers(const Ranges& ranges) const;

@@ -3,14 +3,26 @@
 #include <algorithm>
 
 namespace memsaver {
+namespace {
+
+// The first range that ends beyond an address.
+Ranges::const_iterator first_beyond(const Ranges& ranges, Address address) {
+  return std::partition_point(ranges.begin(), ranges.end(), [&](const Range& range) { return range.end() <= address; });
+}
+
+}  // namespace
 
 std::size_t Layout::unused_within(Address begin, Address end) const {
-  return end - begin - bytes_of(intersect(in_.segments, {{begin, end - begin}}));
+  std::size_t bytes = end - begin;
+  for (auto segment = first_beyond(in_.segments, begin); segment != in_.segments.end() && segment->offset < end;
+       ++segment)
+    bytes -= std::min<Address>(end, segment->end()) - std::max<Address>(begin, segment->offset);
+  return bytes;
 }
 
 bool Layout::within_one_segment(Address begin, Address end) const {
-  const Ranges found = intersect(in_.segments, {{begin, end - begin}});
-  return !found.empty() && found.front().size == end - begin;
+  const auto segment = first_beyond(in_.segments, begin);
+  return segment != in_.segments.end() && segment->offset <= begin && segment->end() >= end;
 }
 
 std::optional<Layout::Gap> Layout::next() {

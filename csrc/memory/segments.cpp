@@ -33,7 +33,11 @@ Ranges Segments::parts(const Ranges& ranges) const {
   return intersect(live, sorted(ranges));
 }
 
-Ranges Segments::between(Address begin, Address end) const { return ranges_in(segments_, {begin, end - begin}); }
+Ranges Segments::between(Address begin, Address end) const {
+  Ranges found;
+  for (const auto& [at, segment] : overlapping(segments_, {begin, end - begin})) found.push_back({at, segment.size});
+  return found;
+}
 
 bool Segments::has_inside(Address at) const {
   const auto found = entry_at(segments_, at);

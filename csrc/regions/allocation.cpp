@@ -296,23 +296,30 @@ std::size_t Region::largest_chunk() const {
 }
 
 std::size_t Region::unmapped_within(Address begin, Address end) const {
-  const Range whole{begin, end - begin};
-  return whole.size - bytes_of(intersect(present_locked(whole), {whole}));
+  std::size_t bytes = end - begin;
+  for (const Range& chunk : present_locked({begin, end - begin}))
+    bytes -= std::min(end, chunk.end()) - std::max(begin, chunk.offset);
+  return bytes;
 }
 
 Ranges Region::present_locked(Range range) const {
-  Ranges found = ranges_in(chunks_, range);
-  if (offered_.empty()) return found;
-  for (const Range& chunk : ranges_in(offered_, range)) found.push_back(chunk);
-  return sorted(std::move(found));
+  Ranges found;
+  for (const auto* chunks : {&chunks_, &offered_})
+    for (const auto& [at, chunk] : overlapping(*chunks, range)) found.push_back({at, chunk.size()});
+  return offered_.empty() ? found : sorted(std::move(found));
 }
 
 Layout Region::layout(bool snug) const {
   std::lock_guard lock(device.mutex);
-  const Ranges present = present_locked(kEverywhere);
-  const std::size_t slack = bytes_of(present) - bytes_of(intersect(segments_.all(), present));
+  std::size_t slack = 0;
+  for (const Range& chunk : present_locked({0, kAnySlack})) {
+    std::size_t unused = chunk.size;
+    for (const Range& segment : segments_.between(chunk.offset, chunk.end()))
+      unused -= std::min<Address>(segment.end(), chunk.end()) - std::max<Address>(segment.offset, chunk.offset);
+    slack += unused;
+  }
   const bool apart = one_handle || placed;
-  return layout_locked(apart ? segments_.parts({kEverywhere}) : segments_.live(), segments_.all(),
+  return layout_locked(apart ? segments_.parts({{0, kAnySlack}}) : segments_.live(), segments_.all(),
                        segments_.live_bytes(), slack, snug || placed);
 }
 

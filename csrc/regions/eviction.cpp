@@ -74,8 +74,11 @@ Offers offers_of(const Region& region, const Backup* backup, const std::vector<S
   Ranges lacking;
   if (backup != nullptr) lacking = backup->saved.missing_from(intersect(backup->parts(), region.parts(slots)));
   Offers offers;
-  for (const Slot& slot : slots)
-    (intersect(lacking, {slot}).empty() ? offers.plain : offers.with_contents).push_back(slot);
+  for (const Slot& slot : slots) {
+    const auto next = std::partition_point(lacking.begin(), lacking.end(),
+                                           [&](const Range& range) { return range.end() <= slot.offset; });
+    (next == lacking.end() || next->offset >= slot.end() ? offers.plain : offers.with_contents).push_back(slot);
+  }
   return offers;
 }
 

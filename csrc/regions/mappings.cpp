@@ -36,7 +36,7 @@ void Region::sweep() {
 void Region::sweep_all() {
   {
     std::lock_guard lock(device.mutex);
-    for (const Range& chunk : ranges_in(chunks_)) add_dirty_locked(chunk);
+    for (const auto& [begin, chunk] : chunks_) add_dirty_locked({begin, chunk.size()});
   }
   sweep();
 }
@@ -49,11 +49,15 @@ void Region::sweep_with_lock() {
     if (state_ != State::active) return;
     Ranges dirty = std::exchange(dirty_, {});
     if (!dirty.empty()) had_dirty = true;
-    if (stranded_.exchange(false)) dirty = {kEverywhere};
-    for (const Range& range : sorted(std::move(dirty)))
-      for (const Range& chunk : ranges_in(chunks_, range))
-        if ((empty.empty() || empty.back().offset < chunk.offset) && !segments_.any_within(chunk.offset, chunk.end()))
-          empty.push_back(chunk);
+    if (stranded_.exchange(false)) {
+      dirty.clear();
+      for (const auto& [begin, chunk] : chunks_) dirty.push_back({begin, chunk.size()});
+    }
+    for (const Range& range : sorted(std::move(dirty))) {
+      for (const auto& [begin, chunk] : overlapping(chunks_, range))
+        if ((empty.empty() || empty.back().offset < begin) && !segments_.any_within(begin, begin + chunk.size()))
+          empty.push_back({begin, chunk.size()});
+    }
   }
   std::vector<Chunk> freed;
   if (unmap(empty, &freed)) strand();
@@ -92,7 +96,9 @@ bool Region::clean(const std::vector<Slot>& slots, const Ranges& contents) {
     if (fill != Fill::keep && chunks_.at(slot.offset).foreign()) foreign.push_back(slot);
   bool filled = false;
   for (const Range& run : runs(foreign)) {
-    Ranges parts = RangeSet(intersect(contents, {run})).missing_from({run});
+    RangeSet covered;
+    for (const Range& part : intersect(contents, {run})) covered.add(part);
+    Ranges parts = covered.missing_from({run});
     if (parts.size() > kMostFills) parts = {run};
     for (const Range& part : parts) device.driver->fill(part.offset, part.size, 0);
     filled |= !parts.empty();
@@ -175,10 +181,24 @@ std::optional<DriverError> Region::unmap(const std::vector<Slot>& slots, std::ve
   return refusal;
 }
 
+std::vector<Slot> Region::slots() const {
+  std::lock_guard lock(device.mutex);
+  std::vector<Slot> found;
+  for (const auto& [begin, chunk] : chunks_) found.push_back({begin, chunk.size()});
+  return found;
+}
+
 std::vector<Region::Placed> Region::chunks_under(Range range) const {
   std::lock_guard lock(device.mutex);
   std::vector<Placed> found;
   for (const auto& [begin, chunk] : overlapping(chunks_, range)) found.push_back({begin, chunk.size(), chunk.handle()});
+  return found;
+}
+
+std::vector<Slot> Region::offered_slots() const {
+  std::lock_guard lock(device.mutex);
+  std::vector<Slot> found;
+  for (const auto& [begin, chunk] : offered_) found.push_back({begin, chunk.size()});
   return found;
 }
 
@@ -212,11 +232,12 @@ void Region::map_offered(const std::vector<Slot>& slots) {
 }
 
 void Region::sweep_offered() {
+  std::vector<Slot> unused;
   std::vector<Chunk> freed;  // returned to their source without the lock
   std::lock_guard lock(device.mutex);
   if (state_ != State::paused || evicting_) return;
-  std::vector<Slot> unused = ranges_in(offered_);
-  std::erase_if(unused, [this](const Slot& slot) { return segments_.any_within(slot.offset, slot.end()); });
+  for (const auto& [begin, chunk] : offered_)
+    if (!segments_.any_within(begin, begin + chunk.size())) unused.push_back({begin, chunk.size()});
   take_offered_locked(unused, freed);
 }
 

@@ -96,9 +96,7 @@ class Region : public RegionOptions {
   bool copies_ahead() const { return copies_ahead_; }
   void set_copies_ahead(bool wanted) { copies_ahead_ = wanted; }
   std::size_t offered_bytes() const { return offered_bytes_; }
-  std::vector<Slot> offered_slots() const {
-    return locked([&] { return ranges_in(offered_); });
-  }
+  std::vector<Slot> offered_slots() const;
   void map_offered(const std::vector<Slot>& slots);  // those of them that are offered
   // Takes such chunks, whose contents are not needed or saved, for their return. Device::mutex is held.
   void take_offered_locked(const std::vector<Slot>& slots, std::vector<Chunk>& freed);
@@ -191,10 +189,8 @@ class Region : public RegionOptions {
   // Unmaps these chunks and appends them to `freed`; null: offers them. Chunks that the driver refuses to unmap stay
   // mapped. Returns the first refusal.
   std::optional<DriverError> unmap(const std::vector<Slot>& slots, std::vector<Chunk>* freed);
-  std::vector<Slot> slots() const {  // of all mapped chunks
-    return locked([&] { return ranges_in(chunks_); });
-  }
-  struct Placed {  // a chunk, and its place
+  std::vector<Slot> slots() const;  // of all mapped chunks
+  struct Placed {                   // a chunk, and its place
     std::size_t offset, size;
     Handle handle;
   };

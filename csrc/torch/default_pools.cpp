@@ -193,7 +193,9 @@ std::optional<int> DefaultPools::allow(Address address, std::size_t size, int or
     if (ours.empty()) return std::nullopt;
     // place() gives access to the device and its known peers, and so does a resume.
     if (ordinal != region->device.driver->ordinal() && !give_access(ordinal, *region)) return kNotPermitted;
-    for (const Range& range : RangeSet(ours).missing_from({{address, size}}))
+    RangeSet answered;
+    for (const Range& range : ours) answered.add(range);
+    for (const Range& range : answered.missing_from({{address, size}}))
       if (const int code = driver(range.offset, range.size); code != kDone) return code;
     return kDone;
   } catch (...) {

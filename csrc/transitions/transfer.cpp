@@ -76,7 +76,8 @@ void Transfer::claim(Coming& coming) {
   coming.claimed = true;
   coming.wanted = {};
   if (const std::shared_ptr<Backup> backup = region.backup(); coming.restores && backup != nullptr) {
-    const RangeSet there(region.offered_slots());
+    RangeSet there;
+    for (const Slot& slot : region.offered_slots()) there.add(slot);
     coming.wanted = there.missing_from(intersect(backup->saved.within(kEverywhere), region.live()));
   }
 }
@@ -107,7 +108,9 @@ void Transfer::save_where(Leaving& leaving) {
     // The contents are discarded.
   } else if (region.sealed()) {
     leaving.backup = region.backup();
-    if (!RangeSet(leaving.backup->parts()).covers(leaving.live))
+    RangeSet copied;
+    for (const Range& part : leaving.backup->parts()) copied.add(part);
+    if (!copied.covers(leaving.live))
       throw Error(
           "region '" + region.tag +
           "' is frozen, and its copy lacks some of its allocations: call thaw(), and the next pause makes a new copy");
