@@ -126,6 +126,7 @@ class Listener:
 
     def __init__(self, uuid: str) -> None:
         self.path = socket_path(uuid)
+        hidden = _checked(self.path.parent / f"new-{os.getpid()}")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._lock = os.open(self.path.with_suffix(".lock"), flags, 0o600)
         if not _lock(self._lock):
@@ -135,10 +136,12 @@ class Listener:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         self.channel = protocol.new_socket()
-        self.path.unlink(missing_ok=True)  # that of a broker that has ended
-        self.channel.bind(str(self.path))
-        self.path.chmod(0o600)
+        hidden.unlink(missing_ok=True)
+        # Renamed when it listens, so that no caller finds a socket that refuses. Replaces that of an ended broker.
+        self.channel.bind(str(hidden))
+        hidden.chmod(0o600)
         self.channel.listen(4096)
+        hidden.rename(self.path)
 
     def close(self) -> None:
         self.path.unlink(missing_ok=True)
