@@ -10,6 +10,7 @@ import bisect
 import ctypes
 import operator
 import random
+from array import array
 from collections.abc import Iterator
 from weakref import WeakKeyDictionary
 
@@ -25,7 +26,7 @@ _WORD, _HALF = (1 << 64) - 1, (1 << 32) - 1
 _AT_ONCE = 1 << 25  # bytes: fewer calls of kernels, and about four times as much temporary memory of the device
 # Odd numbers, the same in all processes and versions of Python.
 _numbers = random.Random("memsaver")
-_FACTORS = [[_numbers.getrandbits(64) - (1 << 63) | 1 for _ in range(_ROW // 8)] for _ in range(2)]
+_FACTORS = array("q", [_numbers.getrandbits(64) - (1 << 63) | 1 for _ in range(2 * _ROW // 8)])
 # Of paused regions: address, bytes and sums of each range. Changed by single operations, in any thread.
 _kept: WeakKeyDictionary[Region, list[tuple[int, int, Tensor]]] = WeakKeyDictionary()
 
@@ -88,7 +89,7 @@ def _sums(device: str, parts: Ranges, block: int) -> Tensor:
     with outside():
         if device != "cpu":
             torch.cuda.synchronize(device)
-        factors = torch.tensor(_FACTORS, dtype=torch.int64).to(device)  # [2, words of a row]
+        factors = torch.frombuffer(_FACTORS, dtype=torch.int64).view(2, -1).to(device)  # [2, words of a row]
         return torch.cat([_block_sums(factors, pieces, block) for pieces in _contents(device, parts, _AT_ONCE)]).cpu()
 
 
