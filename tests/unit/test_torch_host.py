@@ -313,7 +313,7 @@ def test_pausing_a_region_from_inside_refuses_allocations_until_it_is_resumed(ma
     with region:
         kept = torch.arange(10)
         with pytest.raises(memsaver.Error, match="inside it"):
-            memsaver.start(pause=region)  # nobody waits for it: more could be allocated meanwhile
+            memsaver.start(pause=region)  # the thread would go on, and could allocate while the pause runs
         region.pause()
         with pytest.raises(memsaver.RegionPausedError):
             torch.ones(3)
