@@ -2,8 +2,8 @@
 
 Each way is a run of the example, one after the other, with its checks. Seconds are medians of the steps after the
 first; "turns" is the time in which the GPU waits for a hand-over, without the turn that is a check. Host memory is what
-the machine has less at the lowest than before the run. `--model` takes a Hugging Face folder. On the CPU the example's
-smallest recipe counts bytes.
+the machine has less at the lowest than before the run. The wait for late regions is a part of the training; bytes are
+those of the turns alone. `--model` takes a Hugging Face folder. On the CPU the example's smallest recipe counts bytes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ DEVICES = ("cuda", "cpu")
 WAYS = {
     "memsaver": (),
     "memsaver, lazy": (),
+    "memsaver, late": ("--late",),
     "memsaver, vLLM": ("--engine", "vllm"),
     "torch_memory_saver": ("--memory", "torch_memory_saver"),
     "to-cpu": ("--memory", "to-cpu"),

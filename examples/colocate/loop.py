@@ -201,12 +201,16 @@ class Loop:
         temperature, seconds = self.recipe.trainer.temperature, self.options.answer_within
         self.rollouts = Rollouts(self.actors["engine"], self.task, temperature, seconds, self.options.engine_ranks)
 
-    def phases(self) -> dict[str, dict[str, list[str]]]:
+    def phases(self) -> dict[str, dict[str, Any]]:
         """The tags that are resident in each phase, by role. All others are paused."""
         engine, trainer = self.tags["engine"], self.tags["trainer"]
         # Gathering takes memory of torch's default pool, which is a region on a GPU.
-        sync = {"engine": engine[:1], "trainer": [tag for tag in trainer if tag in ("params", "torch")]}
-        return {"rollout": {"engine": engine}, "train": {"trainer": trainer}, "sync": sync}
+        train, written = {"resident": trainer}, {"resident": [tag for tag in trainer if tag in ("params", "torch")]}
+        if self.options.late:  # the first update waits for it
+            train = {"resident": [tag for tag in trainer if tag != "optimizer"], "late": ["optimizer"]}
+            written["lingering"] = ["optimizer"]
+        sync = {"engine": engine[:1], "trainer": written}
+        return {"rollout": {"engine": engine}, "train": {"trainer": train}, "sync": sync}
 
     def backups(self) -> dict[str, dict[str, dict[str, str]]]:
         """Other policies than those of the regions: the sync overwrites the engines' weights before they are read."""

@@ -51,6 +51,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--task", metavar="FILE", help="JSON lines with prompts; by default arithmetic, or countdown with --model")
     add("--reward", type=_path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
     add("--memory", choices=tuple(REGIONS), default="memsaver", help="the memory of both; see savers.py")
+    add("--late", action="store_true", help="the optimizer's state moves while both work; with --memory memsaver")
     add("--ranks", type=_number(int, 1), default=1, help="of the trainer, one for each GPU")
     add("--engines", type=_number(int, 1), help="by default as many as there are ranks for")
     add("--engine-ranks", type=_number(int, 1), default=1, help="of each engine, by tensor parallel")
@@ -81,6 +82,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
         parser.error("--engine is 'vllm'; expected it with --memory memsaver and one rank of each engine")
     if found.engine == "vllm" and (found.device != "cuda" or found.model is None or found.checkpoint_dir is not None):
         parser.error("--engine is 'vllm'; expected it with --device cuda and --model, and without --checkpoint-dir")
+    if found.late and found.memory != "memsaver":
+        parser.error(f"--late needs --memory memsaver; it is {found.memory!r}")
     for name in ("resume", "stop_after", "kill"):
         if getattr(found, name) and found.checkpoint_dir is None:
             parser.error(f"--{name.replace('_', '-')} needs --checkpoint-dir")

@@ -143,7 +143,7 @@ FAULTS = [
         "        prepared = [self.trainer.recompute(part) for part in parts]",
         "        [state['exp_avg'].zero_() for state in self.trainer.optimizer.state.values()]\n"
         "        prepared = [self.trainer.recompute(part) for part in parts]",
-        check="moments are those of the last step",
+        check="parameters and moments outlast a pause",
     ),
     Fault(
         "moments_paused_without_a_backup",
@@ -200,8 +200,8 @@ FAULTS = [
         "buffers_stay",
         "a region of the engine stays in the trainer's turn",
         "examples/colocate/loop.py",
-        '"train": {"trainer": trainer}',
-        '"train": {"engine": ["buffers"], "trainer": trainer}',
+        '"train": {"trainer": train}',
+        '"train": {"engine": ["buffers"], "trainer": train}',
         check="the engines' memory is free",
     ),
     Fault(
@@ -212,6 +212,16 @@ FAULTS = [
         "        self.sent = ()\n"
         "        if self.trainer.memory.optimizer.state == 'active':\n"
         "            [state['exp_avg_sq'].zero_() for state in self.trainer.optimizer.state.values()]\n",
+        check="parameters and moments outlast a pause",
+    ),
+    Fault(
+        "parameters_zeroed_on_the_way_out",
+        "a parameter of the trainer is zero when it comes back",
+        "examples/colocate/loop.py",
+        "        self.sent = ()\n",
+        "        self.sent = ()\n"
+        "        if self.trainer.memory.params.state == 'active':\n"
+        "            self.trainer.model.norm.weight.data.zero_()\n",
         check="parameters and moments outlast a pause",
     ),
     Fault(

@@ -75,6 +75,7 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
         if chosen.warm_up_steps == RECIPES["tiny"].warm_up_steps:  # hardly a completion is right
             task.reward = lambda fields, text: text.count("1") / max(1, len(text))
         options.host_device = DEVICE_BYTES
+        close(made)
         made.append(LocalLoop(options, dataclasses.replace(chosen, **recipe), task))
         try:
             made[-1].run()
@@ -85,6 +86,11 @@ def run(monkeypatch: Patch) -> Iterator[Run]:
         return made[-1]
 
     yield run
+    close(made)
+
+
+def close(made: list[LocalLoop]) -> None:
+    """End loops, and close the regions of their actors."""
     made.clear()
     gc.collect()
     for region in regions.all_regions():
@@ -110,7 +116,6 @@ HONEST = {
     "weights outlast a pause": 5,
     "tokens are the same after a pause": 2,
     "advantages are of the group": 2,
-    "parameters and moments outlast a pause": 2,
     "log-probabilities agree": 2,
     "tokens are the policy's": 2,
     "each update is applied once": 2,
@@ -124,6 +129,22 @@ def test_an_honest_run_passes_its_checks(run: Run) -> None:
     assert dict(run().passed) == HONEST
 
 
+def test_late_moments_give_the_same_weights_and_are_not_copied_in_turns(run: Run) -> None:
+    plain, late = (_found(run(*arguments)) for arguments in ((), ("--late",)))
+    assert late[0] == HONEST and late[1] == plain[1]
+    assert plain[3][0] > 0 and late[3] == (0, 0)  # moments leave
+    assert plain[2][1] > 2.9 * late[2][1] > 0  # parameters and moments, parameters
+
+
+def _found(loop: LocalLoop) -> tuple[Any, ...]:
+    """Checks, checksums of the last weights, and bytes out and in of the last turns to training and to the sync."""
+    turns = [[turn.paused, turn.resumed] for turn in loop.turns if turn.phase in ("train", "sync")]
+    copied = [
+        tuple(sum(each.copied_bytes for ranks in side.values() for each in ranks) for side in sides) for sides in turns
+    ]
+    return dict(loop.passed), loop._written, *copied
+
+
 @pytest.mark.parametrize("saver", ["resident", "to-cpu"])
 def test_the_checks_hold_with_each_saver(run: Run, saver: str) -> None:
     found, void = (
@@ -133,10 +154,14 @@ def test_the_checks_hold_with_each_saver(run: Run, saver: str) -> None:
     assert found.passed == {name: count for name, count in HONEST.items() if name != void[saver]}
 
 
-def test_torch_memory_saver_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse(["--device", "cpu", "--memory", "torch_memory_saver"])
-    assert "--memory torch_memory_saver needs a GPU and the package torch_memory_saver" in capsys.readouterr().err
+def test_what_savers_need(capsys: pytest.CaptureFixture[str]) -> None:
+    for saver, needs in (
+        ((), "--memory torch_memory_saver needs a GPU and the package torch_memory_saver"),
+        (("--late",), "--late needs --memory memsaver; it is 'torch_memory_saver'"),
+    ):
+        with pytest.raises(SystemExit):
+            parse(["--device", "cpu", "--memory", "torch_memory_saver", *saver])
+        assert needs in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fault", {each.change: each for each in FAULTS}.values(), ids=lambda fault: fault.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -86,19 +86,38 @@ class CheckedEngine(EngineActor, Memory):
 
 
 class CheckedTrainer(TrainerActor, Memory):
+    _kept: Mapping[str, int] = {}  # checksums of the last phase "train", until the first update of the next one
+
+    def setup(self, addresses: Sequence[str]) -> list[str]:
+        tags = super().setup(addresses)
+        self.trainer.optimizer.register_step_pre_hook(lambda *_: self._check_kept())
+        return tags
+
+    def keep(self) -> None:
+        """Remember all contents at the end of the phase "train"."""
+        self._kept = self.trainer.checksums()
+
+    def _check_kept(self, moments: bool = True) -> None:
+        """`moments`: else the parameters alone, and again with the moments before the first update."""
+        kept = self._kept
+        if moments:
+            self._kept = {}
+        wrong = [name for name, found in self.trainer.checksums(moments).items() if found != kept[name]] if kept else []
+        if wrong:
+            raise CheckError(f"parameters and moments outlast a pause: others in {', '.join(wrong[:4])}")
+
     def train(self, samples: Sequence[Sample], rate: float) -> tuple[StepMetrics, TokenStatistics]:
-        """The first update starts from the parameters and moments of now, and has the gradients of the samples.
+        """The first update starts from the contents of the last phase "train", and has the gradients of the samples.
 
         Of the loss by a token's log-probability: -advantage x min(exp(trainer - engine), cap) x ratio, over the number
         of tokens. The ratio of the first update is 1 but for rounding.
         """
-        trainer, cap, before = self.trainer, self.recipe.trainer.weight_cap, self.trainer.checksums()
+        self._check_kept(moments=False)
+        trainer, cap = self.trainer, self.recipe.trainer.weight_cap
         train_step, patched = trainer.train_step, cast(Any, trainer)
 
         def first_step(batch: RankBatch, rate: float) -> StepMetrics:
             del patched.train_step
-            if trainer.checksums() != before:
-                raise CheckError("moments are those of the last step: they changed before the first update")
             dealt = iter(trainer.deal(samples[:: self.recipe.minibatches]).micro_batches)
 
             def watch(_: Any, given: tuple[Any, ...], output: Tensor) -> None:

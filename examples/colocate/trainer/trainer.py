@@ -153,10 +153,12 @@ class Trainer:
     @property
     def steps_taken(self) -> int:
         """Steps of the optimizer since it was made or reset."""
+        self.memory.optimizer.wait()
         return int(next(iter(self.optimizer.state.values()))["step"])
 
     def reset_optimizer(self) -> None:
         """Forget all moments, in place: without a gradient the next step then changes nothing."""
+        self.memory.optimizer.wait()
         for state in self.optimizer.state.values():
             for tensor in state.values():
                 local(tensor).zero_()
@@ -172,18 +174,20 @@ class Trainer:
         with failing(CheckpointError, f"the trainer's state could not be read from {str(folder)!r}"):
             dcp.load(self.state(), storage_reader=FileSystemReader(folder))
 
-    def state(self) -> dict[str, Tensor]:
-        """All that a checkpoint has, by name. Tied parameters come once."""
+    def state(self, moments: bool = True) -> dict[str, Tensor]:
+        """All that a checkpoint has, by name. Tied parameters come once. `moments`: also the optimizer's state."""
+        if moments:
+            self.memory.optimizer.wait()
         found = {}
         for name, parameter in self.model.named_parameters():
             found[f"model.{name}"] = parameter.detach()
-            for key, tensor in self.optimizer.state[parameter].items():
+            for key, tensor in self.optimizer.state[parameter].items() if moments else ():
                 found[f"optimizer.{name}.{key}"] = tensor
         return found
 
-    def checksums(self) -> dict[str, int]:
+    def checksums(self, moments: bool = True) -> dict[str, int]:
         """By name, of this rank's shards of parameters and moments, and of the step counters."""
-        return checksums({name: local(tensor) for name, tensor in self.state().items()})
+        return checksums({name: local(tensor) for name, tensor in self.state(moments).items()})
 
     def _reshard(self) -> None:
         """Free gathered parameters."""
@@ -232,5 +236,6 @@ class Trainer:
         torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.config.max_grad_norm, norm, foreach=True)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        self.memory.optimizer.wait()
         self.optimizer.step()
         return StepMetrics(sum(losses) / batch.num_targets, float(total_norm), sum(held) / batch.num_targets)
