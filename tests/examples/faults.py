@@ -221,7 +221,7 @@ FAULTS = [
         "        self.sent = ()\n",
         "        self.sent = ()\n"
         "        if self.trainer.memory.params.state == 'active':\n"
-        "            self.trainer.model.norm.weight.data.zero_()\n",
+        "            next(iter(self.trainer.state(False).values())).zero_()\n",
         check="parameters and moments outlast a pause",
     ),
     Fault(
