@@ -55,40 +55,40 @@ def measure(run: Run) -> None:
     run.keep(lines=lines)
 
 
+def arguments(run: Run, way: str) -> list[str]:
+    """Of the example, but for the log."""
+    model = ["--model", run.options.model] if run.options.model else ["--recipe", "tiny"] if run.small else []
+    given = run.options
+    return [*WAYS[way], "--device", given.device, "--steps", str(given.steps), *model, *given.more.split()]
+
+
 def ran(run: Run, way: str) -> tuple[Mapping[str, Any], list[Any]]:
     """The row of a way, and all lines of its log."""
-    with tempfile.TemporaryDirectory() as folder:
-        log, command = Path(folder, "log"), [sys.executable, "-m", "examples.colocate", *WAYS[way], "--log"]
-        command += [str(log), "--device", run.options.device, "--steps", str(run.options.steps)]
-        command += ["--model", run.options.model] if run.options.model else []
-        command += ["--recipe", "tiny"] if run.small and not run.options.model else []
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "output").open("w+") as output:
+        log, environ = Path(folder, "log"), os.environ | VARIABLES.get(way, {})
+        command = [sys.executable, "-m", "examples.colocate", "--log", str(log), *arguments(run, way)]
         before = least = status("/proc/meminfo")["MemAvailable"]
-        with Path(folder, "output").open("w+") as output:
-            process = subprocess.Popen(
-                [*command, *run.options.more.split()],
-                env=os.environ | VARIABLES.get(way, {}), stdout=output, stderr=subprocess.STDOUT,
-            )  # fmt: skip
-            while process.poll() is None:
-                least = min(least, status("/proc/meminfo")["MemAvailable"])
-                time.sleep(0.2)
-            if process.returncode not in (0, NOT_LEARNED):
-                output.seek(0)
-                raise RuntimeError(f"status {process.returncode}: {output.read()[-2000:]}")
+        process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None:
+            least = min(least, status("/proc/meminfo")["MemAvailable"])
+            time.sleep(0.2)
+        if process.returncode not in (0, NOT_LEARNED):
+            output.seek(0)
+            raise RuntimeError(f"status {process.returncode}: {output.read()[-2000:]}")
         lines = [json.loads(line) for line in log.read_text().splitlines()]
-    steps = [line for line in lines if "step" in line][min(1, run.options.steps - 1) :]
-    tokens = next(line["kv_tokens"] for line in lines if "kv_tokens" in line)
+    return {**row(lines, way), "host, GiB": (before - least) / GIB}, lines
+
+
+def row(lines: list[Any], way: str) -> dict[str, Any]:
+    steps = (found := [line for line in lines if "step" in line])[1:] or found
     parts = {part: statistics.median(step["seconds"][part] for step in steps) for part in ("rollout", "train", "sync")}
-    parts["turns"] = statistics.median(
-        sum(seconds for phase, seconds in step["seconds"]["turns"].items() if phase != CHECK) for step in steps
-    )
-    moved = [sum(sum(both) for phase, both in step["moved"].items() if phase != CHECK) for step in steps]
-    whole = sum(parts.values())
+    parts["turns"] = statistics.median(sum({**step["seconds"]["turns"], CHECK: 0.0}.values()) for step in steps)
+    moved = [sum(map(sum, {**step["moved"], CHECK: ()}.values())) for step in steps]
     return {
         **{f"{part}, s": seconds for part, seconds in parts.items()},
-        "all, s": whole,
+        "all, s": (whole := sum(parts.values())),
         "turns, %": 100 * parts["turns"] / whole,
-        "KV tokens": tokens,
+        "KV tokens": next(line["kv_tokens"] for line in lines if "kv_tokens" in line),
         "copied, GiB": statistics.median(moved) / GIB if way.startswith("memsaver") else None,
         "tokens/s": statistics.median(step["tokens"] for step in steps) / whole,
-        "host, GiB": (before - least) / GIB,
-    }, lines
+    }

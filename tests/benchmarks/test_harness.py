@@ -20,10 +20,12 @@ import torch
 
 import memsaver
 from benchmarks import __main__ as program
-from benchmarks import driver_calls, soak
+from benchmarks import driver_calls, soak, step
 from benchmarks.harness import command, machine
 from benchmarks.harness.processes import Failed, Process, ask_all, processes
 from benchmarks.harness.work import Contents, Work
+from examples.colocate.options import parse
+from examples.colocate.recipes import RECIPES
 from tests import gpus
 
 
@@ -42,6 +44,16 @@ def test_missing_gpus_are_reported_in_one_line(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(command, "visible_gpus", lambda: seen)
     needed = f"{seen + 1} CUDA devices" if seen else "a CUDA device"
     assert status_of(name) == f"this benchmark needs {needed}, and torch sees {seen or 'none'}"
+
+
+@pytest.mark.parametrize("way", ["memsaver", "memsaver, lazy", "memsaver, late", "to-cpu", "resident"])
+def test_a_step_of_the_example_is_asked_for_by_arguments_that_it_has(way: str) -> None:
+    options = command.Options("step", step)
+    step.options(options)
+    given = options.read(["--device", "cpu", "--steps", "2", "--with", "--prompts 3"])
+    found, recipe, _ = parse(step.arguments(command.Run("step", given), way))
+    assert (found.device, recipe.steps, recipe.prompts, recipe.kv_blocks) == ("cpu", 2, 3, RECIPES["tiny"].kv_blocks)
+    assert (found.memory, found.late) == (way if "memsaver" not in way else "memsaver", "late" in way)
 
 
 @pytest.fixture

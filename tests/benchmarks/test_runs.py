@@ -26,7 +26,6 @@ RUNS = {
     "turns --cycles 1": ["shared pool, 1 pairs", "driver, 1 pairs", "weight sync"],
     "whole_process --steps 2": ["ledger of rank 1", "rank 1 killed"],
     "soak --turns 40 --every 2": ["growth"],
-    "step --steps 1 --only memsaver": ["a step"],
     "engine --only regions parallel": ["tokens/s of decode"],
 }
 LISTED = (ROOT / "docs/benchmarks.md").read_text().partition("fields of the line are ")[2].partition(".")[0]

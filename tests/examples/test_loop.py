@@ -19,6 +19,7 @@ import torch
 ray = pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
+from benchmarks.step import row as row_of  # noqa: E402
 from examples.colocate import __main__ as command  # noqa: E402
 from examples.colocate import countdown  # noqa: E402
 from examples.colocate.checks.checked_actors import CheckedTrainer  # noqa: E402
@@ -89,6 +90,15 @@ def test_a_run_passes_its_checks_and_says_whether_it_learned(whole: tuple[Path, 
     end = found.lines[-1]
     assert end["after"] == "end"
     assert found.status == (0 if end["learned"] else command.NOT_LEARNED)
+
+
+def test_a_benchmark_reads_the_log(whole: tuple[Path, Run]) -> None:
+    found, seconds = row_of(whole[1].lines, "memsaver"), [each["seconds"] for each in whole[1].steps[1:]]
+    assert found["rollout, s"] == sum(each["rollout"] for each in seconds) / 2
+    assert found["turns, s"] == sum(sum(each["turns"].values()) - each["turns"]["away"] for each in seconds) / 2 > 0
+    assert found["all, s"] == sum(found[f"{part}, s"] for part in ("rollout", "train", "sync", "turns"))
+    moved = [sum(map(sum, (moved := each["moved"]).values())) - sum(moved["away"]) for each in whole[1].steps[1:]]
+    assert found["copied, GiB"] * 2**30 == sum(moved) / 2 and found["KV tokens"] == 16 * 40
 
 
 def test_the_turns_move_no_more_than_they_must(whole: tuple[Path, Run]) -> None:
