@@ -406,8 +406,8 @@ def _table(account: ledger.Ledger, clients: list[dict[str, Any]], total: int) ->
         part = parts[client["pid"], client["name"]] = [(_notes(client, any_waits), "")]
         for region in client["regions"]:
             kept = f", {gib(region['backup_bytes'])} backed up" if region["backup_bytes"] else ""
-            since = f" since {region['paused_s']} s" if region["state"] == "paused" else ""
-            part.append((f"region {region['tag']} ({region['state']}{since}){kept}", gib(region["mapped_bytes"])))
+            period = f" for {region['paused_s']} s" if region["state"] == "paused" else ""
+            part.append((f"region {region['tag']} ({region['state']}{period}){kept}", gib(region["mapped_bytes"])))
     reported = {client["pid"] for client in clients if client["regions"]}
     for row in account.rows:
         if row.kind != "region" or row.pid not in reported:
@@ -428,7 +428,7 @@ def _notes(client: dict[str, Any], any_waits: bool) -> str:
     notes = [f"holds {gib(client['held_bytes'])}"]
     for each in client["waiting"]:
         notes.append(
-            f"waits for {gib(each['needed_bytes'])} since {each['seconds']:.1f} s, has {gib(each['granted_bytes'])}"
+            f"has waited {each['seconds']:.1f} s for {gib(each['needed_bytes'])}, has {gib(each['granted_bytes'])}"
         )
     if client.get("unused_bytes") and any_waits:
         notes.append(f"unused and not returned: {client['unused_why']}")
@@ -440,5 +440,5 @@ def _notes(client: dict[str, Any], any_waits: bool) -> str:
         if not client["connected"]:
             notes.append("not connected")
         if age is None or age > _OLD_S:
-            notes.append("no report" if age is None else f"does not answer since {age:.0f} s")
+            notes.append("no report" if age is None else f"has not answered for {age:.0f} s")
     return ", ".join(notes)

@@ -153,10 +153,12 @@ class Stats:
             if each.pool is not None and each.pool.waiting_bytes:
                 lines.append(f"  waits for {gib(each.pool.waiting_bytes)}")
             lines.append(
-                f"  {'region':<24} {'state':<9} {'backup':<7}{'allocated':>12} {'mapped':>12} {'backed up':>12}"
+                f"  {'region':<24} {'state':<9} {'backup':<7}"
+                f"{'allocated':>12} {'mapped':>12} {'offered':>12} {'backed up':>12}"
             )
             for row in each.regions:
-                sizes = [f"{gib(nbytes):>12}" for nbytes in (row.allocated_bytes, row.mapped_bytes, row.backup_bytes)]
+                figures = row.allocated_bytes, row.mapped_bytes, row.offered_bytes, row.backup_bytes
+                sizes = [f"{gib(nbytes):>12}" for nbytes in figures]
                 lines.append(f"  {row.tag[:24]:<24} {row.state:<9} {row.backup:<7}{' '.join(sizes)}")
             lines += [f"  {line}" for line in ledger.lines(each.ledger)]
         lines += [f"guest {each.name!r} is {each.state}" for each in self.guests]

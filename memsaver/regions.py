@@ -298,7 +298,8 @@ class Region:
         if error is not None and (is_active or self.residence == coming.residence):
             text = f"phase {coming.phase!r}, late regions: "
             again = copy.copy(error) if isinstance(error, Error) else Error(f"{type(error).__name__}: {error}")
-            again.args, again.phase = (f"{text}{again}",), coming.phase
+            after = "" if is_active else ". The region is paused: resume it, or enter the phase again"
+            again.args, again.phase = (f"{text}{again}{after}",), coming.phase
             raise again from error
 
     def thaw(self) -> None:

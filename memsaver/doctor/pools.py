@@ -95,7 +95,7 @@ def _client(client: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding("client", "warning", f"{name} {since}", remedy)
     for wait in client["waiting"]:
         if wait["seconds"] > _LONG_S:
-            text = f"{name} waits for {gib(wait['needed_bytes'])} since {wait['seconds']:.0f} s"
+            text = f"{name} has waited {wait['seconds']:.0f} s for {gib(wait['needed_bytes'])}"
             text += f", has {gib(wait['granted_bytes'])}"
             remedy = "memsaver top has the holders: pause their regions, or enter the phase on all ranks"
             yield Finding("client", "warning", text, remedy)

@@ -57,9 +57,11 @@ def define_phase(
             come back with the phase, and leave with a phase that does not name their tags.
         late: Regions that are resident too, and resume in the background after the others. The first use waits for
             them: entering the region, ``Region.empty()``, ``Region.wait()``, a replay of a ``memsaver.CUDAGraph`` that
-            needs it, and an optimizer with ``memsaver.wait_before_step()``. An error of the resume is raised there and
-            names the phase. The region is paused with its contents. ``timeout`` and ``memory_timeout`` of ``phase()``
-            count anew for this transition. A capture of a graph that is under way at its begin makes it fail.
+            needs it, and an optimizer with ``memsaver.wait_before_step()``. No other access waits: before ``wait()``
+            has returned, a read of its tensors gives other values, and a write is lost or ends the process. An error of
+            the resume is raised there and names the phase. The region is paused with its contents. ``timeout`` and
+            ``memory_timeout`` of ``phase()`` count anew for this transition. A capture of a graph that is under way at
+            its begin makes it fail.
         lingering: Regions of other phases that pause in the background, in one transition with the late ones. Their
             memory does not serve the resident ones. An error is logged, and the regions stay active.
         on_enter: Called after the phase's regions have resumed, late ones apart.

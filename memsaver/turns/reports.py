@@ -195,7 +195,7 @@ def _stage(record: TransitionRecord) -> str:
         return f"{moves} has not begun"
     last = record.stages[-1]
     guest = f" of {last.guest!r}" if last.guest is not None else ""
-    return f"{moves} is in the stage {last.name!r}{guest} since {last.seconds:.1f} s"
+    return f"{moves} has been in the stage {last.name!r}{guest} for {last.seconds:.1f} s"
 
 
 def _line(record: TransitionRecord) -> str:

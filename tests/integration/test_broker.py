@@ -634,7 +634,7 @@ def test_top_shows_the_device_and_the_seconds_since_a_pause(elsewhere: Running) 
     with Worker(elsewhere, f"held = hold('a', {64 * MIB})", "held.region.pause()", "other = hold('b', 4)") as worker:
         until(lambda: any(each["paused_s"] for each in elsewhere.row(worker.pid)["regions"]))
         text = elsewhere.run("top").stdout
-        assert re.search(r"region a \(paused since [1-9]\d* s\) ", text) and "region b (active) " in text
+        assert re.search(r"region a \(paused for [1-9]\d* s\) ", text) and "region b (active) " in text
         [pool] = json.loads(elsewhere.run("top", "--json").stdout)["pools"]
     used, total = pool["ledger"]["used_bytes"], pool["device_bytes"]
     assert f"  in use on the device: {gib(used)} of {gib(total)}, free {gib(total - used)}\n" in text and used < total

@@ -258,7 +258,7 @@ def test_actors_that_hang_in_each_half_lead_to_a_report(
     error = fails(group, "none", "engine 1 could not pause 'weights': WaitTimeoutError", timeout=2.0)
     place = r"; it is in colocated_commit\(\): \w+\(\) at .*\.py:\d+; the pause of 'weights' is in "
     assert re.search(place, str(error)), error
-    assert "is in the stage 'guests leave' of 'connections' since" in str(error)
+    assert "has been in the stage 'guests leave' of 'connections' for" in str(error)
     assert str(error).endswith(f"; report: {error.report}") and Path(error.report).parent == report_dir
     _, driver, zero, one = Path(error.report).read_text().split("\n== ")
     assert driver.startswith(f"the process of the group ==\npid {os.getpid()} on ")

@@ -133,7 +133,7 @@ def _check(error: Any, hangs: str) -> None:
     elif hangs != "gil":
         assert f"it is in {method.get(hangs, 'resume')}() of its " in text
     if hangs in stage:
-        assert f"is in the stage {stage[hangs]!r}" in text
+        assert f"has been in the stage {stage[hangs]!r}" in text
     path = Path(error.report)
     assert (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
     head, zero, one = re.split(r"\n== rank \d, pid \d+ on .* ==\n", path.read_text())

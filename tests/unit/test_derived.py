@@ -117,7 +117,7 @@ def test_a_source_that_stays_away_is_refused_before_anything_moves(pair: Pair) -
     with pytest.raises(memsaver.RegionPausedError, match=f"derived from {source.tag!r}, which is paused") as raised:
         memsaver.switch(pause=other, resume=copy)
     assert raised.value.tag == source.tag
-    with pytest.raises(memsaver.RegionPausedError):
+    with pytest.raises(memsaver.RegionPausedError, match=f"derived from {source.tag!r}, which comes without contents"):
         memsaver.resume([source, copy], restore={source.tag: False})
     assert [each.state for each in (source, copy, other)] == ["paused", "paused", "active"]
     source.resume()

@@ -35,7 +35,7 @@ def test_part_has_the_transition_under_way_with_its_stage_and_the_stacks(held: m
     moving = memsaver.start(pause=held)
     try:
         until(lambda: "'launches'" in reports.described(None))
-        stage = f"is in enter(); the pause of {held.tag!r} is in the stage 'launches' since "
+        stage = f"is in enter(); the pause of {held.tag!r} has been in the stage 'launches' for "
         assert reports.described("is in enter()").startswith(stage)
         found: list[str] = []
         thread = threading.Thread(target=lambda: found.append(reports.part()))
