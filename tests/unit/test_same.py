@@ -98,6 +98,7 @@ def test_a_comparison_waits_for_work_in_flight_up_to_the_bound(make: Make, tag: 
         region.pause(timeout=0.1)
     assert (raised.value.stage, region.state) == ("device", "active")
     controls.stream_release(stream)
+    block.expected = block.expected.copy()
     block.expected[MIB : 2 * MIB] = 7
     controls.stream_write(stream, block.address, KIB, 8, 0.2)
     block.expected[:KIB] = 8
