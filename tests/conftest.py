@@ -21,6 +21,7 @@ from xml.etree import ElementTree
 # more than a test needs: chunks whose release a test made fail stay in use until the process ends.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("MEMSAVER_HOST_DEVICE", None)  # the controller's
+os.environ.setdefault("RAY_worker_niceness", "0")  # else actors wait for linters and sanitizers that run beside
 os.environ.setdefault("MEMSAVER_HOST_DEVICE", str((2 << 30) + os.getpid() % 32768 * (2 << 20)))
 
 import pytest  # noqa: E402
