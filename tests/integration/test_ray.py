@@ -256,7 +256,7 @@ def test_actors_that_hang_in_each_half_lead_to_a_report(
     group.enter("rollout")
     (tmp_path / "leave").touch()
     error = fails(group, "none", "engine 1 could not pause 'weights': WaitTimeoutError", timeout=2.0)
-    place = r"; it is in colocated_commit\(\): \w+\(\) at .*\.py:\d+; the pause of 'weights' is in "
+    place = r"; it is in colocated_commit\(\): \w+\(\) at .*\.py:\d+; the pause of 'weights' has been in "
     assert re.search(place, str(error)), error
     assert "has been in the stage 'guests leave' of 'connections' for" in str(error)
     assert str(error).endswith(f"; report: {error.report}") and Path(error.report).parent == report_dir

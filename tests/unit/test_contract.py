@@ -375,7 +375,7 @@ def test_stats_are_ready_for_json_and_a_table_for_readers(make: Make) -> None:
     }  # fmt: skip
     assert row["paused_s"] > 0
     rows = [line.split() for line in str(memsaver.stats()).splitlines()]
-    assert [region.tag, "paused", "host", "3.0", "MiB", "0.0", "MiB", "3.0", "MiB"] in rows
+    assert [region.tag, "paused", "host", "3.0", "MiB", "0.0", "MiB", "0.0", "MiB", "3.0", "MiB"] in rows
     region.resume()
     assert next(each for each in memsaver.stats().devices["cpu"].regions if each.tag == region.tag).paused_s == 0
     held[0].check()
