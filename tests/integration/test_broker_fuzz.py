@@ -15,7 +15,7 @@ from tests.pool_support import Worker, chunks_of, descriptors_of, settled
 from tests.support import MIB, PAGE, run_program, until
 
 SEEDS = range(first := int(os.environ.get("MEMSAVER_TEST_SEED", "0")), first + 2)
-PACKETS = int(os.environ.get("MEMSAVER_TEST_PACKETS", "1500"))
+PACKETS = int(os.environ.get("MEMSAVER_TEST_PACKETS", "1000"))
 TURNS = 60
 
 

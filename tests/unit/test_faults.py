@@ -46,11 +46,8 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def with_a_gap(region: memsaver.Region, seed: int = 0) -> list[Block]:
-    held = []
-    for number, nbytes in enumerate(SIZES):
-        held.append(Block(region, nbytes, seed + number))
-        if number == 1:
-            gap = held.pop()
+    first, gap = Block(region, SIZES[0], seed), region.empty(SIZES[1])
+    held = [first, *blocks(region, SIZES[2:], seed + 2)]
     del gap
     return held
 
