@@ -261,9 +261,9 @@ class Move:
                 raise ValueError(f"region {each.tag!r} is derived from {source!r}, and there is no region of this tag")
             held += [other._core for other in found if other not in with_contents]
         if (away := _core.acquire(held)) is not None:
-            found = f"is {away.state}" if away.state == "paused" else "comes without contents"
+            fault = "is paused" if away.state == "paused" else "comes without contents"
             raise RegionPausedError(
-                f"a region to resume is derived from {away.tag!r}, which {found}: expected it to be active, or to "
+                f"a region to resume is derived from {away.tag!r}, which {fault}: expected it to be active, or to "
                 "resume in the same call with contents",
                 tag=away.tag,
                 state=away.state,
