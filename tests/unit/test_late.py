@@ -126,6 +126,7 @@ def test_an_error_of_a_late_region_is_raised_at_its_first_use(sides: Sides, stag
                 with pytest.raises(kind, match="^phase 'train', late regions: ") as raised:
                     sides.optimizer.wait()
                 assert isinstance(raised.value, memsaver.Error) and raised.value.phase == "train"
+                assert str(raised.value).endswith("The region is paused: resume it, or enter the phase again")
             with pytest.raises(kind), sides.optimizer:
                 pass
         assert sides.optimizer.state == "paused"
