@@ -115,7 +115,8 @@ lint: $(LINTERS) stubs
 	$(RUN) -m mypy
 	$(LINT_IMPORTS) --no-cache --no-logo
 	@echo "each C++ source alone, warnings are errors"
-	@mkdir -p build && grep -hoE '^#include <[a-z_/.]+>' $(filter-out csrc/bindings/%,$(wildcard csrc/*/*.h)) $(ALONE) | sort -u >build/system.h
+	@mkdir -p build && grep -hoE '^#include <[a-z_/.]+>' $(filter-out csrc/bindings/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)) | \
+	  sort -u >build/system.h
 	@$(CXX) -std=c++20 -x c++-header build/system.h -o build/system.h.gch
 	@printf '%s\n' $(ALONE) | xargs -P $(CPP_JOBS) -I{} \
 	  $(CXX) -std=c++20 -include build/system.h -fsyntax-only -Wall -Wextra -Wshadow -Werror -Icsrc {}
