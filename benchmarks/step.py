@@ -55,10 +55,9 @@ def measure(run: Run) -> None:
     run.keep(lines=lines)
 
 
-def arguments(run: Run, way: str) -> list[str]:
+def arguments(given: Any, way: str) -> list[str]:
     """Of the example, but for the log."""
-    model = ["--model", run.options.model] if run.options.model else ["--recipe", "tiny"] if run.small else []
-    given = run.options
+    model = ["--model", given.model] if given.model else ["--recipe", "tiny"] if given.small else []
     return [*WAYS[way], "--device", given.device, "--steps", str(given.steps), *model, *given.more.split()]
 
 
@@ -66,7 +65,7 @@ def ran(run: Run, way: str) -> tuple[Mapping[str, Any], list[Any]]:
     """The row of a way, and all lines of its log."""
     with tempfile.TemporaryDirectory() as folder, Path(folder, "output").open("w+") as output:
         log, environ = Path(folder, "log"), os.environ | VARIABLES.get(way, {})
-        command = [sys.executable, "-m", "examples.colocate", "--log", str(log), *arguments(run, way)]
+        command = [sys.executable, "-m", "examples.colocate", "--log", str(log), *arguments(run.options, way)]
         before = least = status("/proc/meminfo")["MemAvailable"]
         process = subprocess.Popen(command, env=environ, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None:
@@ -84,9 +83,10 @@ def row(lines: list[Any], way: str) -> dict[str, Any]:
     parts = {part: statistics.median(step["seconds"][part] for step in steps) for part in ("rollout", "train", "sync")}
     parts["turns"] = statistics.median(sum({**step["seconds"]["turns"], CHECK: 0.0}.values()) for step in steps)
     moved = [sum(map(sum, {**step["moved"], CHECK: ()}.values())) for step in steps]
+    whole = sum(parts.values())
     return {
         **{f"{part}, s": seconds for part, seconds in parts.items()},
-        "all, s": (whole := sum(parts.values())),
+        "all, s": whole,
         "turns, %": 100 * parts["turns"] / whole,
         "KV tokens": next(line["kv_tokens"] for line in lines if "kv_tokens" in line),
         "copied, GiB": statistics.median(moved) / GIB if way.startswith("memsaver") else None,

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+os.environ.setdefault("RAY_worker_niceness", "0")  # else actors wait for linters and sanitizers that run beside
 # Before the import of memsaver. Processes with the same size share a device, so each run has a size of its own. It is
 # more than a test needs: chunks whose release a test made fail stay in use until the process ends.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("MEMSAVER_HOST_DEVICE", None)  # the controller's
-os.environ.setdefault("RAY_worker_niceness", "0")  # else actors wait for linters and sanitizers that run beside
 os.environ.setdefault("MEMSAVER_HOST_DEVICE", str((2 << 30) + os.getpid() % 32768 * (2 << 20)))
 
 import pytest  # noqa: E402

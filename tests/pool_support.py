@@ -44,6 +44,7 @@ from tests.support import (  # noqa: F401 - statements of workers name them
     check,
     end_main_thread,
     environment,
+    random_bytes,
     until,
     used_bytes,
 )
@@ -80,7 +81,7 @@ class Held:
             self.fill(seed)
 
     def fill(self, seed: int) -> None:
-        self.expected = np.frombuffer(np.random.default_rng(seed).bytes(self.nbytes), np.uint8)
+        self.expected = random_bytes(self.nbytes, seed)
         self.data[:] = self.expected
 
     def check(self) -> None:

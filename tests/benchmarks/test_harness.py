@@ -51,7 +51,7 @@ def test_a_step_of_the_example_is_asked_for_by_arguments_that_it_has(way: str) -
     options = command.Options("step", step)
     step.options(options)
     given = options.read(["--device", "cpu", "--steps", "2", "--with", "--prompts 3"])
-    found, recipe, _ = parse(step.arguments(command.Run("step", given), way))
+    found, recipe, _ = parse(step.arguments(given, way))
     assert (found.device, recipe.steps, recipe.prompts, recipe.kv_blocks) == ("cpu", 2, 3, RECIPES["tiny"].kv_blocks)
     assert (found.memory, found.late) == (way if "memsaver" not in way else "memsaver", "late" in way)
 

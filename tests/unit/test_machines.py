@@ -49,6 +49,7 @@ from tests.support import (
     fast_directory,
     free_bytes,
     host_held_bytes,
+    random_bytes,
     segments,
     unnamed_files,
     use_device,
@@ -69,7 +70,6 @@ KINDS: list[dict[str, Any]] = [
 FILL_BYTES = {"zero": 0, "poison": 0xFF}
 SIZES = [100, 4097, 300 * KIB, PAGE, 3 * MIB + 5, 20 * MIB, 36 * MIB]
 WINDOW = 4 * KIB  # of a large segment only some bytes are written and compared
-RANDOM = np.random.default_rng(0).integers(0, 256, 8 * MIB, np.uint8)
 LOOK_S = 0.002  # a bounded wait on the virtual clock may notice an end so much later
 TIMEOUTS = [None, None, None, 0.0, 0.05, 5.0]
 HOLDS = [0.001, 0.03, 2.0, None]
@@ -125,8 +125,7 @@ class Segment:
     def write_at(self, address: int, seed: int) -> None:
         for number, window in enumerate(self.windows):
             size = self.window_bytes
-            start = (seed * 7919 + number * 104729) % (RANDOM.size - size)
-            window.expected = RANDOM[start : start + size].copy()
+            window.expected = random_bytes(size, 16 * seed + number).copy()
             ctypes.memmove(address + window.offset, window.expected.ctypes.data, size)
 
     def holds_at(self, address: int) -> bool:
