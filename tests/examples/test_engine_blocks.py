@@ -76,7 +76,7 @@ def queued(scheduler: Scheduler, *requests: Sequence) -> None:
     scheduler.waiting += requests
 
 
-def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
+def test_a_long_prompt_comes_in_chunks_before_the_next_decode_step() -> None:
     scheduler = Scheduler(BlockManager(33, 2), 2, 4, Counts())
     short, long = sequence([1] * 2), sequence([2] * 11)
     queued(scheduler, short)
@@ -89,9 +89,10 @@ def test_a_long_prompt_comes_in_chunks_between_decode_steps() -> None:
         # Only blocks that are computed, or will be by the step that reads them, may be found.
         assert len(scheduler.blocks.cached_blocks(sequence([2] * 11))) <= long.num_computed // 2
         run(scheduler, step)
-    decode = (False, [1], 1)
-    assert seen == [decode, (True, [4], 0), decode, (True, [4], 0), decode, (True, [3], 1)]
+    assert seen == [(True, [4], 0), (True, [4], 0), (True, [3], 1)]
     assert scheduler.running == [short, long]
+    step = scheduler.schedule()
+    assert not step.prefill and step.sampling == [long, short]  # the longest context first
 
 
 def test_a_step_is_scheduled_before_the_last_one_is_read_back() -> None:

@@ -61,7 +61,6 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()  # each could finish alone in the whole cache
         self.running: list[Sequence] = []  # oldest first
         self._rows = list(range(max_batch_size))  # free ones, see Sequence.row
-        self._prefilled = False  # in the last step
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -69,17 +68,16 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.is_prefilled]
 
     def schedule(self) -> Step:
-        """The next step, taken as launched.
+        """The next step, taken as launched: prompts first, since each decode step reads all weights.
 
-        Prompts go first, but no two steps of them in turn while others decode. A step without chunks has no work before
-        the results in flight are read back.
+        A step without chunks has no work before the results in flight are read back.
         """
-        chunks = [] if self._prefilled and self.decoding else self._prefill()
-        self._prefilled = bool(chunks)
-        for chunk in chunks or (chunks := self._decode()):
+        prompts = self._prefill()
+        chunks = prompts or self._decode()
+        for chunk in chunks:
             chunk.sequence.num_computed = chunk.stop
             chunk.sequence.in_flight += chunk.samples
-        return Step(chunks, self._prefilled)
+        return Step(chunks, prefill=bool(prompts))
 
     def update(self, step: Step, tokens: list[int], logprobs: list[float]) -> list[Sequence]:
         """Take a step's outcome, one sampled token for each of its `sampling`. Returns those that got theirs."""
@@ -141,6 +139,8 @@ class Scheduler:
             victim = self._put_back_youngest()
             self.counts.preemptions += 1
             decoding = [sequence for sequence in decoding if sequence is not victim]
+        # The GPU starts the work of a batch in its order: the longest contexts first, lest one of them ends alone.
+        decoding.sort(key=lambda sequence: sequence.length, reverse=True)
         return [Chunk(sequence, sequence.length - 1, sequence.length, samples=True) for sequence in decoding]
 
     def _put_back_youngest(self) -> Sequence:

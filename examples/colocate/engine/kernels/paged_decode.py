@@ -19,9 +19,8 @@ from torch import Tensor
 from .fused import pad, row_stride
 
 LOG2_E = 1.4426950408889634
-# Chosen by size, then measured: none of ten other settings is faster by more than 5 % at any of six shapes on an H200
-# (docs/log.md). For D = 128, 16 bits, Triton's compiler for sm_90 uses 96 registers and 37 KB of shared memory, nothing
-# spilled.
+# Chosen by size, then measured on an H100 and an H200 (docs/log.md). For D = 128, 16 bits, Triton's compiler for sm_90
+# uses 96 registers and 37 KB of shared memory, nothing spilled.
 _PROGRAMS = 512  # four to each of an H200's 132 multiprocessors; five fit, so all run at once and none comes second
 _MAX_SPLITS = 64
 _TILE_BYTES = 8192  # of K, and as many of V, in one round of the loop: 32 tokens at D = 128

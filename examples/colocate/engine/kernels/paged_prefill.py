@@ -21,8 +21,7 @@ def tiling(head_dim: int, element_size: int) -> tuple[int, int, int, int]:
     """Queries of a program, keys in a round of its loop, rounds under way at once, and its warps."""
     if element_size > 2:  # products are no matter of tensor cores, which round otherwise; larger tiles spill registers
         return 16, 16, 2, 4
-    # 128 queries make 128 operations of each byte of K and V, as a GPU's L2 cache needs them.
-    return (128, 64, 3, 8) if head_dim <= 128 else (64, 32, 2, 4)
+    return (64, 64, 3, 4) if head_dim <= 128 else (64, 32, 2, 4)
 
 
 def paged_prefill(

@@ -49,17 +49,19 @@ def _sample_part(
     logits = tl.load(logits_ptr + row.to(tl.int64) * logits_stride + column, mask=mask, other=float("-inf"))
     logits = logits.to(tl.float32)
     temperature = tl.load(temperature_ptr + row * temperature_stride)
-    seed = tl.load(state_ptr)
-    calls = tl.load(state_ptr + 1)
-    # Philox makes four numbers at a time. It is most of the work of this kernel.
-    group = part * (PART // 4) + tl.arange(0, PART // 4)
-    low, high = (calls & 0xFFFFFFFF).to(tl.uint32), ((calls >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    first, second, third, fourth = tl.philox(seed, group.to(tl.uint32), row.to(tl.uint32), low, high)
-    drawn = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(PART)
-    uniform = tl.uint_to_uniform_float(drawn)
-    # -log(1 - u), exact also where u is so small that 1 - u is 1; and never zero, whose logarithm is not finite.
-    noise = tl.where(uniform < 1e-3, uniform + 0.5 * uniform * uniform, -tl.log(1.0 - uniform))
-    scores = tl.where(mask, logits - temperature * tl.log(tl.maximum(noise, 1e-10)), float("-inf"))
+    scores = logits  # -inf beyond the vocabulary
+    if temperature > 0.0:
+        seed = tl.load(state_ptr)
+        calls = tl.load(state_ptr + 1)
+        # Philox makes four numbers at a time. It is most of the work of this kernel.
+        group = part * (PART // 4) + tl.arange(0, PART // 4)
+        low, high = (calls & 0xFFFFFFFF).to(tl.uint32), ((calls >> 32) & 0xFFFFFFFF).to(tl.uint32)
+        first, second, third, fourth = tl.philox(seed, group.to(tl.uint32), row.to(tl.uint32), low, high)
+        drawn = tl.join(tl.join(first, second), tl.join(third, fourth)).reshape(PART)
+        uniform = tl.uint_to_uniform_float(drawn)
+        # -log(1 - u), exact also where u is so small that 1 - u is 1; and never zero, whose logarithm is not finite.
+        noise = tl.where(uniform < 1e-3, uniform + 0.5 * uniform * uniform, -tl.log(1.0 - uniform))
+        scores -= temperature * tl.log(tl.maximum(noise, 1e-10))
     best = tl.max(scores, 0)
     # Inside the vocabulary also where logits are NaN, and nothing is the best.
     chosen = tl.min(tl.where((scores == best) & mask, column, VOCAB - 1), 0)
