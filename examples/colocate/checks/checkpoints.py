@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..recipes import Recipe
 from ..trainer import CheckpointError
 from ..trainer.trainer import METADATA
 
 _KEPT = 2
-_PARTS = ("model", "engine", "trainer")
 _STATE = "loop.json"
 
 
@@ -35,14 +33,11 @@ class Checkpoints:
         """
         if resume:
             path, state = self.newest()
-            for name in (*settings, *state["settings"]):
-                found, expected = (each.get(name, "not there") for each in (state["settings"], settings))
-                if found != expected:
-                    raise CheckpointError(
-                        f"{path}: {name} is {found!r}; expected {expected!r}, the setting of this run"
-                    )
-        elif (found := self.latest()) is not None:
-            raise CheckpointError(f"there is {str(found)!r} already; expected a folder without, or --resume")
+            for name, expected in settings.items():
+                if (found := state["settings"].get(name)) != expected:
+                    raise CheckpointError(f"{path}: {name} is {found!r}; expected {expected!r}, as in this run")
+        elif self.latest() is not None:
+            raise CheckpointError(f"there is {str(self.latest())!r} already; expected a folder without, or --resume")
 
     def begin(self, step: int) -> Path:
         """Make a folder for the trainer's state. Removes those that are not complete."""
@@ -76,24 +71,14 @@ class Checkpoints:
         return next(reversed(self._complete()), None)
 
     def newest(self) -> tuple[Path, dict[str, Any]]:
-        """Raises CheckpointError if there is none, or an unreadable one."""
+        """And its `loop.json`. Raises CheckpointError if there is none."""
         path = self.latest()
         if path is None:
             raise CheckpointError(f"{str(self.folder)!r} has no complete checkpoint; expected a folder step-NNNNNNNN")
-        try:
-            return path, json.loads((path / _STATE).read_text())
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{str(path)!r} cannot be read: {error!r}; expected the file of a run") from error
+        return path, json.loads((path / _STATE).read_text())
 
     def _complete(self) -> list[Path]:
         return sorted(self.folder.glob("step-*"))
-
-
-def settings_of(recipe: Recipe) -> dict[str, str]:
-    """All fields, by dotted name."""
-    parts = {"recipe": vars(recipe), **{f"recipe.{name}": vars(getattr(recipe, name)) for name in _PARTS}}
-    found = {f"{part}.{name}": repr(value) for part, values in parts.items() for name, value in values.items()}
-    return {name: value for name, value in found.items() if name not in parts}
 
 
 def _sync(folder: Path) -> None:

@@ -16,7 +16,7 @@ from ..recipes import Recipe
 from ..task import Task
 from ..trainer import Sample, StepMetrics, TokenStatistics
 from .checked_loop import CheckedLoop
-from .checkpoints import Checkpoints, settings_of
+from .checkpoints import Checkpoints
 
 _MOST_LOSSES = 3  # deaths since the last checkpoint; more have a cause that a restart does not remove
 _ANSWER_S = 60.0  # an actor that answers later counts as lost if another has died
@@ -31,8 +31,9 @@ class RecoverableLoop(CheckedLoop):
         """Raises CheckpointError, before any actor is made, if the run cannot continue from the checkpoints."""
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         # What the curve depends on. Steps and their number do not matter to those that are done, but for the rates.
-        names = ("device", "ranks", "engines", "engine_ranks", "seed", "zero_advantages", "model")
-        self._settings = {name: str(getattr(options, name)) for name in names} | settings_of(recipe)
+        names = ("device", "ranks", "engine_ranks", "seed", "zero_advantages", "model")
+        self._settings = {name: str(getattr(options, name)) for name in names}
+        self._settings |= {f"recipe.{name}": repr(value) for name, value in vars(recipe).items()}
         if self.checkpoints is not None:
             self.checkpoints.check_start(self._settings, options.resume)
         super().__init__(options, recipe, task)
