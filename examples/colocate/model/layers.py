@@ -50,7 +50,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @cache
 def flash_attention() -> partial[Any] | None:
-    """Torch's attention of sequences laid end to end, causal and of grouped queries; None in a version without it.
+    """Torch's attention of sequences laid end to end, causal and of grouped queries; None in a version without these.
 
     The import takes a second, and so comes with the first use.
     """
@@ -58,8 +58,5 @@ def flash_attention() -> partial[Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = inspect.signature(varlen_attn).parameters  # they differ between versions
-    options: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
-    if "enable_gqa" in known:
-        options["enable_gqa"] = True
-    return partial(varlen_attn, **options)
+    options = {"window_size": (-1, 0), "enable_gqa": True}
+    return partial(varlen_attn, **options) if options.keys() <= inspect.signature(varlen_attn).parameters.keys() else None

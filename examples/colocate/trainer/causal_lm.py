@@ -17,8 +17,6 @@ from ..model.config import ModelConfig, parameter_shapes
 from ..model.layers import apply_rotary, flash_attention, rms_norm, swiglu
 from .batch import MicroBatch
 
-_NEEDED = {"window_size", "enable_gqa"}  # options of torch's attention that its first versions lack
-
 
 class CausalLM(nn.Module):
     """The whole decoder: modules without methods, by the parts of the parameters' names, but for its layers."""
@@ -95,11 +93,9 @@ def packed_attention(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, batch: MicroBa
 
     Flash attention over the packed row for half precision on CUDA; elsewhere over sequences padded to the longest.
     """
-    if q_THD.is_cuda and q_THD.dtype != torch.float32:
-        flash = flash_attention()
-        if flash is not None and flash.keywords.keys() >= _NEEDED:
-            bounds, longest = batch.bounds, batch.longest
-            return cast(Tensor, flash(q_THD, k_TKD, v_TKD, bounds, bounds, longest, longest))
+    if q_THD.is_cuda and q_THD.dtype != torch.float32 and (flash := flash_attention()):
+        bounds, longest = batch.bounds, batch.longest
+        return cast(Tensor, flash(q_THD, k_TKD, v_TKD, bounds, bounds, longest, longest))
 
     def padded(x_TKD: Tensor) -> Tensor:
         rows = x_TKD.new_zeros((len(batch.bounds) - 1) * batch.longest, *x_TKD.shape[1:])
