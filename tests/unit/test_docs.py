@@ -42,7 +42,7 @@ MEASURED = ["README.md", "docs/benchmarks.md"]
 # Pages with figures in their text; the page names hardware and date once.
 REPORTING = [
     *(f"docs/{name}.md" for name in ("design", "frameworks", "log", "shared-pool")),
-    *(f"examples/colocate/{name}.md" for name in ("README", "graphs")),
+    "examples/colocate/README.md",
 ]
 # Pages without figures.
 EXPLAINING = ["docs/index.md", "docs/limits.md"]
