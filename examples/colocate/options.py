@@ -15,7 +15,7 @@ from .arithmetic import arithmetic
 from .countdown import countdown
 from .prompts import TextTokenizer, prompts
 from .recipes import GIB, MIB, RECIPES, Recipe, of_folder
-from .savers import REGIONS, SaverError, import_saver
+from .savers import REGIONS, import_saver
 from .task import Task
 
 _DESCRIPTION = "The RL loop: an engine and a trainer, two Ray actors on one device, take turns through memsaver."
@@ -99,7 +99,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
             found.log.open("a").close()
         if found.checkpoint_dir:
             found.checkpoint_dir.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError, SaverError) as error:
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     # Processes that name the same size share a device of the host driver: each run has its own. Also other than those
     # of earlier runs, whose broker may live for a moment yet: its pool may have another capacity.

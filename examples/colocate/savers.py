@@ -12,6 +12,7 @@ of the weights, which the engine takes in.
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -27,10 +28,6 @@ import memsaver
 from .model import WeightPart
 from .trainer import EngineWeights
 from .trainer.weights import WeightWriter
-
-
-class SaverError(RuntimeError):
-    """A saver cannot be used here."""
 
 
 class Resident(memsaver.Guest):
@@ -58,7 +55,7 @@ class Resident(memsaver.Guest):
 
     def check_active(self, purpose: str) -> None:
         if not self.is_active:
-            raise SaverError(f"{self.name!r} is paused, and cannot {purpose}")
+            raise RuntimeError(f"{self.name!r} is paused, and cannot {purpose}")
 
     def graph(self, stream: Any) -> tuple[Any, AbstractContextManager[Any]]:
         """A graph of CUDA, and the context that captures it. All of a tag share their memory."""
@@ -133,15 +130,10 @@ class Tagged(Resident):
 
 
 def import_saver(device: str) -> Any:
-    """The object of torch_memory_saver. Raises SaverError."""
-    needs = "--memory torch_memory_saver needs a GPU and the package torch_memory_saver"
-    if not device.startswith("cuda"):
-        raise SaverError(f"{needs}; the device is {device!r}")
-    try:
-        from torch_memory_saver import torch_memory_saver  # type: ignore[import-not-found]
-    except ImportError as error:
-        raise SaverError(f"{needs}: {error}") from error
-    return torch_memory_saver
+    """The object of torch_memory_saver. Raises ValueError if it cannot be used."""
+    if not device.startswith("cuda") or importlib.util.find_spec("torch_memory_saver") is None:
+        raise ValueError("--memory torch_memory_saver needs a GPU and the package torch_memory_saver")
+    return importlib.import_module("torch_memory_saver").torch_memory_saver
 
 
 REGIONS: dict[str, Any] = {

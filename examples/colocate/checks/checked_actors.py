@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ import memsaver
 
 from ..engine import Completion, Engine, SamplingParams
 from ..loop import EngineActor, TrainerActor
-from ..trainer import RankBatch, Sample, StepMetrics, TokenStatistics
+from ..trainer import Sample, StepMetrics, TokenStatistics
 from ..worker import Worker
 
 _POLL_S = 0.05
@@ -114,27 +114,24 @@ class CheckedTrainer(TrainerActor, Memory):
         """
         self._check_kept(moments=False)
         trainer, cap = self.trainer, self.recipe.trainer.weight_cap
-        train_step, patched = trainer.train_step, cast(Any, trainer)
+        first = trainer.deal(samples[:: self.recipe.minibatches])
+        micro_batches = iter(first.micro_batches)
 
-        def first_step(batch: RankBatch, rate: float) -> StepMetrics:
-            del patched.train_step
-            dealt = iter(trainer.deal(samples[:: self.recipe.minibatches]).micro_batches)
+        def watch(_: Any, given: tuple[Any, ...], output: Tensor) -> None:
+            own = next(micro_batches, None) if output.requires_grad else None
+            if own is None:  # another update, or a forward pass that no update follows
+                return
+            part = given[0]
+            weights_N = (part.behaviour_N.cpu() - own.behaviour_N).exp().clamp(max=cap)
+            ratio_N = (output[0].detach() - part.behaviour_N).exp().cpu()
+            expected_N = -own.advantages_N * weights_N * ratio_N * trainer.world_size / first.num_targets
 
-            def watch(_: Any, given: tuple[Any, ...], output: Tensor) -> None:
-                part, own = given[0], next(dealt)
-                weights_N = (part.behaviour_N.cpu() - own.behaviour_N).exp().clamp(max=cap)
-                ratio_N = (output[0].detach() - part.behaviour_N).exp().cpu()
-                expected_N = -own.advantages_N * weights_N * ratio_N * trainer.world_size / batch.num_targets
+            def check(gradients: Tensor) -> None:
+                off_N = (gradients[0].cpu() - expected_N).abs() > 1e-3 * expected_N.abs() + 1e-8
+                if off_N.any():  # not of NaN: the step refuses it
+                    raise CheckError("gradients are those of the samples: they are not -advantage x weight")
 
-                def check(gradients: Tensor) -> None:
-                    off_N = (gradients[0].cpu() - expected_N).abs() > 1e-3 * expected_N.abs() + 1e-8
-                    if off_N.any():  # not of NaN: the step refuses it
-                        raise CheckError("gradients are those of the samples: they are not -advantage x weight")
+            output.register_hook(check)
 
-                output.register_hook(check)
-
-            with trainer.model.register_forward_hook(watch):
-                return train_step(batch, rate)
-
-        patched.train_step = first_step
-        return super().train(samples, rate)
+        with trainer.model.register_forward_hook(watch):
+            return super().train(samples, rate)
