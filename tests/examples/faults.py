@@ -65,8 +65,9 @@ def _weights_of_the_step_before(dtype: str, rate: str) -> Fault:
         f"weights_of_the_step_before_{dtype}_{rate}",
         "engines get the parameters that the trainer had a step before",
         "examples/colocate/trainer/weights.py",
-        "            rows = self._rows[name]",
-        "            now = {**getattr(self, '_now', {}), name: (self._rows[name][0].clone(), self._rows[name][1])}\n"
+        "            rows = own_rows(parameter)",
+        "            values, first = own_rows(parameter)\n"
+        "            now = {**getattr(self, '_now', {}), name: (values.clone(), first)}\n"
         "            rows, self._now = getattr(self, '_now', now).get(name, now[name]), now",
         check="weights are the trainer's",
         arguments=("--engine-dtype", dtype, "--rate", rate),
@@ -106,8 +107,8 @@ FAULTS = [
         "trainer_at_temperature_0.9",
         "the trainer computes log-probabilities of another temperature than the engines'",
         "examples/colocate/trainer/trainer.py",
-        "return self.model(on_device, *self._tables, temperature, chunk, with_statistics)",
-        "return self.model(on_device, *self._tables, 0.9 * temperature, chunk, with_statistics)",
+        "*self._tables, temperature, self",
+        "*self._tables, 0.9 * temperature, self",
         check="log-probabilities agree",
         arguments=FP32,
     ),

@@ -122,12 +122,12 @@ class CheckedTrainer(TrainerActor, Memory):
             if own is None:  # another update, or a forward pass that no update follows
                 return
             part = given[0]
-            weights_N = (part.behaviour_N.cpu() - own.behaviour_N).exp().clamp(max=cap)
-            ratio_N = (output[0].detach() - part.behaviour_N).exp().cpu()
+            weights_N = (part.behaviour_N - own.behaviour_N).exp().clamp(max=cap)
+            ratio_N = (output[0].detach() - part.behaviour_N).exp()
             expected_N = -own.advantages_N * weights_N * ratio_N * trainer.world_size / first.num_targets
 
             def check(gradients: Tensor) -> None:
-                off_N = (gradients[0].cpu() - expected_N).abs() > 1e-3 * expected_N.abs() + 1e-8
+                off_N = (gradients[0] - expected_N).abs() > 1e-3 * expected_N.abs() + 1e-8
                 if off_N.any():  # not of NaN: the step refuses it
                     raise CheckError("gradients are those of the samples: they are not -advantage x weight")
 

@@ -39,10 +39,8 @@ def load_config(folder: Path, dtype: torch.dtype | None = None) -> ModelConfig:
     """
     from transformers import AutoConfig  # slow to import
 
-    try:
+    with failing(FolderError, f"{folder}: expected the config.json of a model"):
         return _config(AutoConfig.from_pretrained(folder, local_files_only=True), dtype)
-    except Exception as error:  # transformers has many kinds
-        raise FolderError(f"{folder}: {error}; expected the config.json of a model") from error
 
 
 def _config(found: Any, dtype: torch.dtype | None) -> ModelConfig:

@@ -58,5 +58,6 @@ def flash_attention() -> partial[Any] | None:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    options = {"window_size": (-1, 0), "enable_gqa": True}
-    return partial(varlen_attn, **options) if options.keys() <= inspect.signature(varlen_attn).parameters.keys() else None
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True}
+    known = inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, **options) if options.keys() <= known.keys() else None

@@ -6,7 +6,8 @@ Shape suffixes: T tokens of a row, S sequences in it, N tokens to predict.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -48,7 +49,7 @@ class MicroBatch:
     weights_N: Tensor  # fp32: factors of their losses
 
     @classmethod
-    def pack(cls, samples: Sequence[Sample]) -> MicroBatch:
+    def pack(cls, samples: Sequence[Sample], device: torch.device | str) -> MicroBatch:
         """Without samples: a row that predicts nothing, for a rank that has to run beside the others."""
         lengths = [sample.length for sample in samples] or [1]
         bounds, longest = [0, *accumulate(lengths)], max(lengths)
@@ -59,22 +60,19 @@ class MicroBatch:
             predictors += range(end - count, end)
             behaviour += each.logprobs or [0.0] * count
             advantages += [each.advantage] * count
+        tensor = partial(torch.tensor, device=device)
         return cls(
-            torch.tensor(tokens),
-            torch.tensor([position for length in lengths for position in range(length)]),
-            torch.tensor([row * longest + place for row, length in enumerate(lengths) for place in range(length)]),
-            torch.tensor(bounds, dtype=torch.int32),
+            tensor(tokens),
+            tensor([position for length in lengths for position in range(length)]),
+            tensor([row * longest + place for row, length in enumerate(lengths) for place in range(length)]),
+            tensor(bounds, dtype=torch.int32),
             longest,
-            torch.tensor(predictors, dtype=torch.int64),
-            torch.tensor([token for each in samples for token in each.completion], dtype=torch.int64),
-            torch.tensor(behaviour),
-            torch.tensor(advantages),
-            torch.ones(len(predictors)),
+            tensor(predictors, dtype=torch.int64),
+            tensor([token for each in samples for token in each.completion], dtype=torch.int64),
+            tensor(behaviour),
+            tensor(advantages),
+            torch.ones(len(predictors), device=device),
         )
-
-    def to(self, device: torch.device) -> MicroBatch:
-        tensors = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "longest"}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -85,16 +83,16 @@ class RankBatch:
     num_targets: int  # tokens that all ranks together learn from
 
     @classmethod
-    def deal(cls, samples: Sequence[Sample], rank: int, ranks: int, max_tokens: int) -> RankBatch:
+    def deal(
+        cls, samples: Sequence[Sample], rank: int, ranks: int, max_tokens: int, device: torch.device | str = "cpu"
+    ) -> RankBatch:
         """Rows of at most `max_tokens` tokens, or of one longer sequence. All ranks call it with the same samples."""
-        if not samples:
-            raise ValueError("there are no samples; expected one or more")
         # Sequences of like lengths share a row: where attention pads them, it pads little.
         ordered = sorted(samples, key=lambda sample: sample.length, reverse=True)
         rows = [_rows(ordered[each::ranks], max_tokens) for each in range(ranks)]
         # A forward or backward pass is a collective, so the ranks have to run the same number of them.
         missing = max(map(len, rows)) - len(rows[rank])
-        micro_batches = [MicroBatch.pack(row) for row in rows[rank] + [[]] * missing]
+        micro_batches = [MicroBatch.pack(row, device) for row in rows[rank] + [[]] * missing]
         return cls(micro_batches, sum(len(sample.completion) for sample in samples))
 
 

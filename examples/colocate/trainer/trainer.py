@@ -123,7 +123,7 @@ class Trainer:
         longest = max((sample.length for sample in samples), default=0)
         if longest > self.model_config.max_position:
             raise ValueError(f"a sample has {longest} tokens; expected at most {self.model_config.max_position}")
-        return RankBatch.deal(samples, self.rank, self.world_size, self.config.micro_batch_tokens)
+        return RankBatch.deal(samples, self.rank, self.world_size, self.config.micro_batch_tokens, self.device)
 
     def recompute(self, samples: Sequence[Sample]) -> tuple[RankBatch, TokenStatistics]:
         """This rank's part, with the trainer's own log-probabilities as behaviour: before the first step on a rollout.
@@ -136,7 +136,7 @@ class Trainer:
         found, parts = [], []
         with torch.no_grad():
             for each in dealt.micro_batches:
-                policy_N, entropy_N, variance_N = self._forward(each, self.config.temperature, True).cpu()
+                policy_N, entropy_N, variance_N = self._forward(each, self.config.temperature, True)
                 weights_N = importance_weights(policy_N, each.behaviour_N, cap)
                 parts.append(TokenStatistics.of(policy_N, each.behaviour_N, entropy_N, variance_N, cap))
                 found.append(replace(each, behaviour_N=policy_N, weights_N=weights_N))
@@ -190,8 +190,7 @@ class Trainer:
 
     def _forward(self, batch: MicroBatch, temperature: float, with_statistics: bool = False) -> Tensor:
         """Log-probabilities of a micro-batch, and statistics: see `token_logprobs`."""
-        on_device, chunk = batch.to(self.device), self.config.logit_chunk
-        return self.model(on_device, *self._tables, temperature, chunk, with_statistics)
+        return self.model(batch, *self._tables, temperature, self.config.logit_chunk, with_statistics)
 
     def _step(
         self,
@@ -209,7 +208,6 @@ class Trainer:
         sums_R3 = torch.zeros(self.world_size, 3, device=self.device)  # of each rank: loss, clipped tokens, not finite
         loss, clipped, wrong = sums_R3[self.rank]
         for part in batch.micro_batches:
-            part = part.to(self.device)
             part_loss, part_clipped = loss_of(part, self._forward(part, temperature)[0])
             # FSDP averages over ranks, but the loss is the mean over all tokens.
             (part_loss * (self.world_size / batch.num_targets)).backward()

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from ..model import WeightPart, checksums
 from .trainer_memory import own_rows
 
-Rows = tuple[Tensor, int]  # some rows of a parameter, and the number of the first
-
 
 class EngineWeights(NamedTuple):
     """The weights of an engine, or of one rank of an engine with tensor parallel, by Hugging Face name."""
@@ -27,7 +25,6 @@ class WeightWriter:
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self._parameters, self.dtype = dict(model.named_parameters()), dtype
-        self._rows = {name: own_rows(parameter) for name, parameter in self._parameters.items()}
 
     @torch.no_grad()
     def write(self, engines: Sequence[EngineWeights], gather: bool = False) -> None:
@@ -40,7 +37,7 @@ class WeightWriter:
         rank without engines.
         """
         for name, parameter in self._parameters.items():
-            rows = self._rows[name]
+            rows = own_rows(parameter)
             if gather:
                 cast = parameter.detach().to(self.dtype)  # before it is sent: 16 bits, not 32
                 assert isinstance(cast, DTensor)
@@ -52,12 +49,12 @@ class WeightWriter:
     @torch.no_grad()
     def checksums(self, layout: Mapping[str, WeightPart]) -> dict[str, int]:
         """Of each slice of a layout, in the engines' dtype, by the parameter's name. A collective."""
-        parts = {name: _common(self._rows[name], part)[0].to(self.dtype) for name, part in layout.items()}
-        return checksums(parts, of_all_ranks=True)
+        parts = {name: _common(own_rows(self._parameters[name]), part)[0] for name, part in layout.items()}
+        return checksums({name: part.to(self.dtype) for name, part in parts.items()}, of_all_ranks=True)
 
 
-def _common(rows: Rows, part: WeightPart) -> tuple[Tensor, slice]:
-    """The values that some rows and a slice of a parameter have in common, and their rows in the slice."""
+def _common(rows: tuple[Tensor, int], part: WeightPart) -> tuple[Tensor, slice]:
+    """The values of a slice that are among some rows of its parameter, see `own_rows`, and their rows in the slice."""
     tensor, begin = rows
     if part.dim:
         return part.of(tensor), slice(begin, begin + len(tensor))
