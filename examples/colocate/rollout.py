@@ -78,15 +78,11 @@ class Rollouts:
         An engine gets whole groups, and so computes a prompt once. All ranks of an engine get the same call.
         """
         count, sampling = len(self.engines) // self.ranks, self.sampling(greedy)
-        prompts = [prompt for prompt in self.prompts(problems) for _ in range(group)]
-        dealt = [[at for at in range(len(prompts)) if at // group % count == number] for number in range(count)]
-        calls = [
-            actor.generate.remote([prompts[at] for at in dealt[index // self.ranks]], sampling)
-            for index, actor in enumerate(self.engines)
-        ]
-        found = answers(calls, "engine.generate", self.answer_within)[:: self.ranks]
-        placed = {at: each for places, part in zip(dealt, found) for at, each in zip(places, part)}
-        return [placed[at] for at in range(len(prompts))]
+        prompts = self.prompts(problems)
+        dealt = [[prompt for prompt in prompts[number::count] for _ in range(group)] for number in range(count)]
+        calls = [actor.generate.remote(dealt[at // self.ranks], sampling) for at, actor in enumerate(self.engines)]
+        found = [iter(part) for part in answers(calls, "engine.generate", self.answer_within)[:: self.ranks]]
+        return [next(found[at % count]) for at in range(len(prompts)) for _ in range(group)]
 
     def rewards(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[float]:
         """Of as many completions of each problem. One that was cut off has no reward."""
