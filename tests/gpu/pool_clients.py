@@ -71,35 +71,6 @@ class Heir:
         return int(torch.stack([(part != 7).sum() for part in parts]).sum())
 
 
-def is_refused(nbytes: int) -> bool:
-    """Whether torch has no memory for a tensor of these bytes."""
-    try:
-        torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
-    except torch.OutOfMemoryError:
-        return True
-    return False
-
-
-def captured_sum() -> tuple[memsaver.CUDAGraph, torch.Tensor, torch.Tensor]:
-    """A graph that multiplies in regions. Returns it with its output and the output expected after a replay."""
-    weights, pool = memsaver.region("weights", DEVICE, "host"), memsaver.region("graph", DEVICE, "host")
-    torch.manual_seed(0)
-    with weights:
-        matrix, vector, result = (torch.randn(512, 512, device=DEVICE) for _ in range(3))
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            result.copy_(torch.relu(matrix @ vector) @ matrix)
-    torch.cuda.synchronize()
-    graph = memsaver.CUDAGraph()
-    with memsaver.graph(graph, region=pool, needs=[weights]):
-        result.copy_(torch.relu(matrix @ vector) @ matrix)
-    graph.inputs = matrix, vector  # type: ignore[attr-defined]  # the graph itself keeps no reference to them
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph, result, result.cpu()
-
-
 def write_for_long(numbers: Numbers, seconds: float = 4.0) -> None:
     """Queues work for about so many seconds that writes to the whole tensor repeatedly."""
     graph = torch.cuda.CUDAGraph()

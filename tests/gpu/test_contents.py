@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import memsaver
-from tests.gpu.fixtures import Make, Neighbour
-from tests.support import MIB, environment
+from tests.gpu.fixtures import Make
+from tests.support import MIB
 
 pytestmark = pytest.mark.gpu
 
@@ -61,22 +58,6 @@ def test_contents_of_several_regions_survive_pauses_and_switches(fresh: Make, re
         assert [sums(tensors) for tensors in held] == expected
 
 
-def test_a_switch_in_place_needs_no_more_than_the_larger_side(fresh: Make, neighbour: Neighbour) -> None:
-    out, back = fresh("out", "host"), fresh("back", "host")
-    coming = random_tensors(back, 64, 32 * MIB)
-    there = sums(coming)
-    back.pause()
-    leaving = random_tensors(out, 48, 32 * MIB)
-    here = sums(leaving)
-    neighbour.hold(768 * MIB)  # of 2 GiB that come in, and 1.5 that go out
-    memsaver.switch(pause=out.tag, resume=back.tag)
-    memsaver.switch(pause=back.tag, resume=out.tag)
-    neighbour.tell("release")
-    assert sums(leaving) == here
-    memsaver.switch(pause=out.tag, resume=back.tag)
-    assert sums(coming) == there
-
-
 def test_host_memory_is_that_of_the_live_bytes(fresh: Make) -> None:
     memsaver.release_host_memory()
     before = host_bytes()
@@ -90,19 +71,6 @@ def test_host_memory_is_that_of_the_live_bytes(fresh: Make) -> None:
     assert host_bytes() - before <= segments * 1.02 + 64 * MIB
     region.resume()
     assert sums(tensors) == expected
-
-
-def test_contents_on_disk_come_back(fresh: Make, tmp_path: Path) -> None:
-    memsaver.configure(disk_dir=tmp_path)
-    region = fresh("disk", "disk")
-    tensors = random_tensors(region, 30, 22 * MIB)
-    expected = sums(tensors)
-    for _ in range(2):
-        assert region.pause().copied_bytes == 30 * 22 * MIB
-        assert list(tmp_path.iterdir()) == []  # the file has no name
-        assert host_bytes("host_used_bytes") == 0
-        region.resume()
-        assert sums(tensors) == expected
 
 
 def test_streams_go_on_beside_a_background_pause(fresh: Make) -> None:
@@ -124,35 +92,6 @@ def test_streams_go_on_beside_a_background_pause(fresh: Make) -> None:
     region.resume()
     assert back.done() and again.done()
     assert sums(tensors) == expected
-
-
-OTHER = """
-import sys, torch, memsaver
-region = memsaver.region("teacher", "cuda:0", "host", same_as="teacher")
-tensor = region.empty((40 << 20,), torch.uint8).copy_(torch.arange(40 << 20, device="cuda") % 251)
-print(region.pause().copied_bytes, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_two_processes_keep_one_copy(fresh: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path))
-    settings = environment(MEMSAVER_POOL_DIR=str(tmp_path))
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-c", OTHER], env=settings, **pipes) as other:
-        assert int(other.stdout.readline()) == 40 * MIB  # type: ignore[union-attr]
-        region = fresh("teacher", "host", same_as="teacher")
-        tensor = region.empty((40 * MIB,), torch.uint8).copy_(torch.arange(40 * MIB, device="cuda") % 251)
-        tensor[9 * MIB] ^= 1
-        with pytest.raises(memsaver.SameError) as raised:
-            region.pause()
-        assert (raised.value.block, region.state) == (1, "active")
-        tensor[9 * MIB] ^= 1
-        assert region.pause().copied_bytes == 0
-        assert host_bytes("host_common_bytes") == 40 * MIB
-        other.kill()
-    region.resume()
-    assert bool((tensor == torch.arange(40 * MIB, device="cuda") % 251).all())
 
 
 def test_a_common_copy_has_contents_of_odd_lengths(

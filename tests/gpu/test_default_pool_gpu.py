@@ -8,10 +8,7 @@ import textwrap
 
 import pytest
 
-from tests.broker_support import Running
 from tests.gpu.fixtures import Neighbour
-from tests.pool_support import Worker
-from tests.support import GIB, MIB, until
 
 pytestmark = pytest.mark.gpu
 
@@ -94,33 +91,6 @@ def test_all_memory_of_torch_leaves_and_blocks_in_use_return(neighbour: Neighbou
     )
 
 
-def test_a_training_loop_has_the_same_losses() -> None:
-    run(
-        """
-        def losses(pauses):
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(8)]).cuda()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-            found = []
-            for step in range(12):
-                generator = torch.Generator("cuda").manual_seed(step)
-                batch = torch.randn(64 + 512 * (step % 5), 2048, device="cuda", generator=generator)
-                loss = model(batch).square().mean()
-                loss.backward()
-                optimizer.step(), optimizer.zero_grad()
-                found.append(loss.item())
-                if pauses and step % 3 == 1:
-                    memsaver.pause("torch")
-                    if step % 2:
-                        torch.cuda.empty_cache()
-                    memsaver.resume("torch")
-            return found
-        torch.use_deterministic_algorithms(False)
-        assert losses(False) == losses(True)
-        """
-    )
-
-
 def test_while_it_is_paused_torch_allocates_elsewhere() -> None:
     run(
         """
@@ -156,108 +126,3 @@ def test_while_it_is_paused_torch_allocates_elsewhere() -> None:
         assert context - free() < 64 * MIB, (context - free()) >> 20
         """
     )
-
-
-def test_regions_and_the_default_pool_beside_each_other() -> None:
-    """A tensor travels to another process, and the pause waits for it."""
-    run(
-        """
-        weights = memsaver.region("weights", backup="host")
-        with weights:
-            inner = full(100, 1)
-            with memsaver.outside():
-                outer = full(100, 2)
-        assert weights.owns(inner.data_ptr()) and owns(outer) and not owns(inner)
-        with weights:
-            memsaver.pause("torch")
-            later = full(64, 3)
-            assert weights.owns(later.data_ptr()), "the region that the thread is inside comes first"
-        with weights:
-            last = full(64, 4)
-            assert weights.owns(last.data_ptr())
-        memsaver.switch(pause="weights", resume="torch")
-        assert holds(outer, 2)
-        memsaver.switch(pause="torch", resume="weights")
-        assert holds(inner, 1) and holds(later, 3) and holds(last, 4)
-        memsaver.resume()
-        inside, leave = threading.Event(), threading.Event()
-        def stay():
-            with weights:
-                inside.set()
-                leave.wait(60)
-        thread = threading.Thread(target=stay)
-        thread.start()
-        inside.wait(60)
-        try:
-            memsaver.pause("torch")
-            raise AssertionError("its thread would allocate elsewhere")
-        except memsaver.Error as error:
-            assert "is inside region 'weights'" in str(error), error
-        leave.set(), thread.join()
-
-        import pickle, subprocess
-        import torch.multiprocessing
-        from multiprocessing.reduction import ForkingPickler
-        memsaver.configure(patches="multiprocessing")
-        tensor = full(100, 9)
-        assert owns(tensor) and region.state == "active"
-        sent = bytes(ForkingPickler.dumps(tensor)).hex()
-        receive = "import pickle, sys, torch, memsaver; got = pickle.loads(bytes.fromhex(sys.stdin.readline()));"
-        receive += "assert bool((got == 9).all()); got.fill_(8); torch.cuda.synchronize(); print('got', flush=True);"
-        receive += "sys.stdin.readline()"
-        command = [sys.executable, "-c", receive]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as receiver:
-            print(sent, file=receiver.stdin, flush=True)
-            assert receiver.stdout.readline() == "got\\n"
-            assert holds(tensor, 8)
-            try:
-                memsaver.pause("torch", reader_timeout=0.2)
-                raise AssertionError("the receiver still has the memory")
-            except memsaver.AttachedError:
-                pass
-            receiver.stdin.close()
-        memsaver.pause("torch", reader_timeout=30), memsaver.resume("torch")
-        assert holds(tensor, 8)
-        """
-    )
-
-
-def test_memory_that_the_default_pool_caches_goes_to_a_waiting_process() -> None:
-    begin = "from tests.gpu.pool_clients import *; torchs = memsaver.default_pool()"
-    with Running(str(2 * GIB), "--device", "cuda:0") as broker:
-        with Worker(broker, "from tests.gpu.pool_clients import *") as engine:
-            engine.run(f"numbers = Numbers('engine', {1536 * MIB}, 'host')")
-            engine.run("memsaver.pause()")
-            with Worker(broker, begin) as trainer:
-                trainer.run(f"kept = torch.full(({100 * MIB},), 3, dtype=torch.uint8, device=DEVICE)")
-                trainer.run(f"cached = torch.full(({1400 * MIB},), 3, dtype=torch.uint8, device=DEVICE)")
-                assert int(trainer.run("print(torchs.mapped_bytes)")) >= 1500 * MIB
-                until(lambda: broker.row(trainer.pid)["held_bytes"] >= 1500 * MIB)
-                trainer.run("del cached")  # from here on a request that its own wait caused may return it
-                trainer.run("memsaver.pause('torch')")
-                until(lambda: broker.row(trainer.pid)["held_bytes"] == 0)
-                engine.run("memsaver.resume(memory_timeout=60); numbers.check(); memsaver.pause()")
-                trainer.run("memsaver.resume('torch', memory_timeout=60)")
-                engine.run("memsaver.resume(memory_timeout=60); numbers.check()")
-                assert int(trainer.run("print(torchs.mapped_bytes)")) < 200 * MIB, "the free blocks were not returned"
-                trainer.run("assert bool((kept == 3).all())")
-                trainer.run(f"assert is_refused({1400 * MIB})")
-                engine.run("memsaver.pause()")
-                trainer.run(f"again = torch.full(({1400 * MIB},), 4, dtype=torch.uint8, device=DEVICE)")
-                trainer.run(f"assert all(bool((part == 4).all()) for part in again.split({64 * MIB}))")
-                trainer.run("assert torchs.owns(again.data_ptr())")
-
-
-def test_torch_keeps_its_caches_while_another_process_offers_memory() -> None:
-    begin = "from tests.gpu.pool_clients import *; torchs = memsaver.default_pool()"
-    with Running(str(2 * GIB), "--device", "cuda:0") as broker:
-        with Worker(broker, "from tests.gpu.pool_clients import *") as engine, Worker(broker, begin) as trainer:
-            engine.run(f"numbers = Numbers('engine', {1024 * MIB}, 'host'); memsaver.pause(lazy=True)")
-            trainer.run(f"small = [torch.empty({8 * MIB}, dtype=torch.uint8, device=DEVICE) for _ in range(32)]")
-            trainer.run(f"del small; large = torch.full(({1200 * MIB},), 3, dtype=torch.uint8, device=DEVICE)")
-            assert trainer.run("print(torch.cuda.memory_stats()['num_alloc_retries'])") == "0"
-            assert 0 < int(engine.run("print(numbers.region.offered_bytes)")) < 1024 * MIB
-            trainer.run(
-                f"assert all(bool((part == 3).all()) for part in large.split({64 * MIB})); del large; memsaver.pause()"
-            )
-            engine.run("memsaver.resume(memory_timeout=60); numbers.check()")

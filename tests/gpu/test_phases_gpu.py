@@ -12,28 +12,6 @@ from tests.support import MIB
 pytestmark = pytest.mark.gpu
 
 
-def test_cast_parameters_are_rebuilt_bit_identical_without_a_copy(fresh: Make) -> None:
-    def cast() -> None:
-        with torch.no_grad():
-            for weight, master in zip(weights, masters):
-                weight.copy_(master)
-
-    source = fresh("masters", "host")
-    derived = memsaver.region(f"{source.tag}-cast", "cuda:0", memsaver.Derived(cast, after=[source.tag]))
-    masters = [source.empty((1 << 20,)).normal_() for _ in range(4)]
-    weights = [derived.empty((1 << 20,), torch.bfloat16) for _ in range(4)]
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(each) for each in masters], fused=True)
-    for _ in range(5):
-        for each in optimizer.param_groups[0]["params"]:
-            each.grad = torch.randn_like(each)
-        optimizer.step()
-        cast()
-        expected = [each.clone() for each in weights]
-        assert memsaver.pause([source, derived]).copied_bytes == 16 * MIB
-        memsaver.resume([source, derived])
-        assert all(torch.equal(one, other) for one, other in zip(weights, expected))
-
-
 def test_a_guarded_replay_waits_for_a_late_region(fresh: Make) -> None:
     weights, cache = fresh("weights", "host"), fresh("cache", "host")
     with weights:

@@ -32,31 +32,6 @@ def pids(broker: Running) -> set[int]:
     return {row["pid"] for row in broker.status()["clients"]}
 
 
-def test_memory_and_contents_go_from_process_to_process(broker: Running) -> None:
-    """Also what a captured graph needs, which refuses meanwhile."""
-    made = f"numbers = Numbers('numbers', {1536 * MIB}, 'host', {{}})"
-    captured = "graph, result, expected = captured_sum()"
-    with Worker(broker, IMPORTS, captured, made.format(1), "memsaver.pause()") as one, Worker(broker, IMPORTS) as two:
-        two.run(made.format(2))
-        for turn in range(4):
-            source, target = (two, one) if turn % 2 == 0 else (one, two)
-            if target is one:
-                assert one.fails("graph.replay()").startswith("RegionPausedError")
-            target.send("memsaver.resume(memory_timeout=60)")
-            until(lambda: broker.row(target.pid)["waiting"])  # noqa: B023
-            source.run("memsaver.pause()")
-            target.answer()
-            target.run("numbers.check()")
-            if target is one:
-                one.run("result.zero_(); graph.replay(); torch.cuda.synchronize()")
-                one.run("assert torch.equal(result.cpu(), expected)")
-        until(lambda: is_whole(broker.status()))
-        status = broker.status()
-        assert status["total_bytes"] <= CAPACITY
-        assert status["idle_bytes"] + broker.row(two.pid)["held_bytes"] == status["total_bytes"]
-        assert one.run("print(unreleased())") == two.run("print(unreleased())") == "0"
-
-
 def test_free_blocks_of_torch_come_after_the_queued_work(broker: Running) -> None:
     with Worker(broker, IMPORTS, f"numbers = Numbers('engine', {1536 * MIB}, 'host')", "memsaver.pause()") as engine:
         with Worker(broker, IMPORTS, f"trainer = Trainer({1024 * MIB})", "trainer.cache(0.5)") as trainer:
@@ -133,20 +108,6 @@ def check_all(broker: Running) -> None:
         claimant.run(f"numbers = Numbers('all', {CAPACITY}, 'none', 9)")
         claimant.run("numbers.check()")
     until(lambda: claimant.pid not in pids(broker))
-
-
-def test_a_new_broker_counts_the_memory_of_an_active_region(broker: Running) -> None:
-    made = f"numbers = Numbers('numbers', {1536 * MIB}, 'host', 5)"
-    with Worker(broker, IMPORTS, made) as one:
-        mapped = int(one.run("print(numbers.region.mapped_bytes)"))
-        broker.kill()
-        broker.start()
-        until(lambda: one.pid in pids(broker))
-        until(lambda: broker.row(one.pid)["held_bytes"] == mapped)
-        assert broker.status()["total_bytes"] == mapped
-        one.run("numbers.check(); memsaver.pause()")
-        check_all(broker)
-        one.run("memsaver.resume(memory_timeout=60); numbers.check()")
 
 
 def test_brokers_killed_at_random_moments_leave_contents_intact(broker: Running, tmp_path: Path) -> None:
