@@ -299,56 +299,6 @@ def test_autograds_threads_get_no_block_of_the_paused_pool(with_default_pool: st
     )
 
 
-def test_lists_of_blocks_take_no_references(version: str) -> None:
-    """Python 3.11 ends the process when False has none left."""
-    run(
-        version,
-        """
-        region = memsaver.region("w", backup="host")
-        with region:
-            tensors = [torch.empty(MIB, dtype=torch.uint8, device="cuda") for _ in range(40)]
-        del tensors[::2]  # free blocks, which a pause lists
-        region.pause(), region.resume()
-        before = sys.getrefcount(False), sys.getrefcount(True)
-        for _ in range(300):
-            region.pause(), region.resume()
-        after = sys.getrefcount(False), sys.getrefcount(True)
-        assert all(abs(a - b) < 150 for a, b in zip(before, after)), (before, after)
-        """,
-    )
-
-
-def test_a_failed_capture_raises_its_own_error(version: str) -> None:
-    run(
-        version,
-        """
-        home, others = memsaver.region("graphs", backup="host"), memsaver.region("kv")
-        cache = others.empty((16 * MIB,), torch.uint8)
-        good = memsaver.CUDAGraph()
-        with memsaver.graph(good, region=home, needs=["kv"]):
-            out = cache.clone()
-        for turn in range(3):
-            bad = memsaver.CUDAGraph()
-            try:
-                with memsaver.graph(bad, region=home, needs=["kv"]):
-                    block = torch.empty(5 * MIB, dtype=torch.uint8, device="cuda").copy_(cache[: 5 * MIB])
-                    torch.cuda.synchronize()  # not allowed in a capture
-                raise AssertionError("no error")
-            except RuntimeError as error:
-                assert "during capture" in str(error), error
-            again = memsaver.CUDAGraph()
-            with memsaver.graph(again, region=home, needs=["kv"]):
-                last = cache.clone()
-            plain = torch.empty(MIB, device="cuda")
-            assert not home.owns(plain.data_ptr()), "the thread is still routed to the graph's pool"
-            memsaver.pause(), memsaver.resume()
-            cache.copy_(torch.full((16 * MIB,), turn, dtype=torch.uint8))
-            good.replay(), again.replay()
-            assert holds(out, turn) and holds(last, turn)
-        """,
-    )
-
-
 def test_no_call_of_the_library_breaks_a_capture(version: str) -> None:
     """Global captures: marks, waits and unsafe calls of any thread break them."""
     run(
@@ -462,28 +412,6 @@ def test_empty_cache_of_other_threads_beside_a_pause(with_default_pool: str) -> 
     )
 
 
-def test_a_full_device_raises_torchs_own_error(version: str) -> None:
-    run(
-        version,
-        """
-        region = memsaver.region("w")
-        held = []
-        with region:
-            try:
-                while True:
-                    held.append(torch.empty(20 * MIB, dtype=torch.uint8, device="cuda"))
-            except torch.OutOfMemoryError:
-                pass
-        assert len(held) > 40
-        del held[:5]
-        with region:
-            held.append(torch.empty(20 * MIB, dtype=torch.uint8, device="cuda"))
-        region.pause(), region.resume()
-        """,
-        memory=1 << 30,
-    )
-
-
 def test_copies_between_default_pools_of_two_devices(with_default_pool: str) -> None:
     run(
         with_default_pool,
@@ -510,26 +438,6 @@ def test_copies_between_default_pools_of_two_devices(with_default_pool: str) -> 
         assert holds(first, 1)
         """,
         count=2,
-    )
-
-
-def test_a_resume_takes_the_free_blocks_of_its_own_process(version: str) -> None:
-    run(
-        version,
-        """
-        small, large = memsaver.region("small", backup="host"), memsaver.region("large")
-        free = torch.cuda.mem_get_info()[0] // MIB
-        held = large.empty(((free - 1024) * MIB,), torch.uint8)  # all but 1 GiB of the device
-        large.pause()
-        for _ in range(3):
-            with small:
-                cached = torch.empty(2048 * MIB, dtype=torch.uint8, device="cuda")
-            del cached  # torch keeps it as a free block of an idle pool
-            before = small.mapped_bytes
-            large.resume(memory_timeout=60)
-            assert small.mapped_bytes < before
-            large.pause()
-        """,
     )
 
 

@@ -97,12 +97,6 @@ def test_public_names_have_types_and_no_internal_parameters() -> None:
             assert not [each for each in parameters if each[0] == "_"], name
 
 
-def test_there_are_no_other_names() -> None:
-    for module in (memsaver, memsaver.guests):
-        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-            module.nothing  # noqa: B018
-
-
 def test_the_process_never_prints(capfd: pytest.CaptureFixture[str], make: Make) -> None:
     region = make("host")
     held = blocks(region, [MIB])

@@ -27,7 +27,6 @@ from tests.support import (
     drop_backups,
     host_held_bytes,
     host_used_bytes,
-    random_bytes,
     unnamed_files,
 )
 
@@ -163,37 +162,6 @@ def test_a_view_outlives_the_resume_and_its_tensor_and_changes_nothing(make: Mak
 
 
 # In pieces
-
-
-def test_contents_in_pieces_are_one_tensor(make: Make) -> None:
-    between = [Block(make("host"), MIB, seed) for seed in range(12)]
-    memsaver.pause([block.region.tag for block in between])
-    memsaver.resume([block.region.tag for block in between[::2]])
-    assert host_held_bytes() - host_used_bytes() >= 6 * MIB  # in holes
-    region = make("host")
-    held = blocks(region, [5 * MIB, 3 * MIB, 513], seed=50)
-    region.pause()
-    memsaver.configure(host_limit=host_held_bytes())
-    with pytest.raises(memsaver.BackupError, match="host_limit"):
-        cpu_backup(held[0].tensor)
-    assert reads(held[0], clone=True)
-    memsaver.configure(host_limit=None)
-    used = host_used_bytes()
-    for seed, block in enumerate(held):
-        view, again = cpu_backup(block.tensor), cpu_backup(block.tensor)
-        assert view.is_contiguous() and view.data_ptr() == again.data_ptr()
-        assert np.array_equal(view.numpy(), block.expected)
-        block.expected = random_bytes(block.nbytes, 200 + seed)
-        view.numpy()[:] = block.expected
-        assert reads(block, clone=True)
-    assert host_used_bytes() > used  # some was not in one piece
-    del view, again
-    region.resume()
-    check(held)
-    for block in between[1::2]:
-        block.region.resume()
-        block.check()
-    assert host_used_bytes() == 0
 
 
 # Tensors without a backup

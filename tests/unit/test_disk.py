@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -127,37 +126,6 @@ def test_a_file_is_kept_and_used_again(make: Make, disk: Path) -> None:
     check(held)
 
 
-@pytest.mark.parametrize("kind", [os.fspath, Path, os.fsencode])
-def test_a_kept_file_serves_its_own_directory(make: Make, disk: Path, kind: Callable[[Path], Any]) -> None:
-    places = [disk / "one", disk / "two"]
-    region = make("disk")
-    block = Block(region, 5 * MIB)
-    for place in [*places, *places]:
-        place.mkdir(exist_ok=True)
-        memsaver.configure(disk_dir=kind(place))
-        region.pause()
-        assert [len(unnamed_files(each)) for each in places] == [each == place for each in places]
-        region.resume()
-        block.check()
-
-
-def test_a_removed_directory_raises_and_keeps_the_contents(make: Make, disk: Path) -> None:
-    region = make("disk")
-    block = Block(region, 5 * MIB)
-    place = disk / "place"
-    place.mkdir()
-    memsaver.configure(disk_dir=place)
-    region.pause()
-    place.rmdir()  # the file lives on without a name
-    region.resume()
-    block.check()
-    memsaver.release_host_memory()
-    with pytest.raises(memsaver.BackupError, match="No such file"):
-        region.pause()
-    assert region.state == "active"
-    block.check()
-
-
 def test_a_killed_process_leaves_nothing(small_disk: Path) -> None:
     """It is killed while it waits with contents in a file, and while it writes them."""
     before = free_on(small_disk)
@@ -217,44 +185,6 @@ def test_a_kept_file_makes_room_for_another(make: Make, small_disk: Path) -> Non
     two.pause()  # in the larger file, which can grow by 12 MiB once the smaller one has gone
     two.resume()
     check(held)
-
-
-def test_limits_of_the_process_are_errors_before_anything_moves(disk: Path) -> None:
-    """Of the size of files, of descriptors, and of addresses: for the stacks of threads."""
-    said = run_clean(
-        """
-        import ctypes, os, resource, memsaver
-        region = memsaver.region("a", device="cpu", backup="disk")
-        held = region._core.allocate_array(70 << 20)
-        contents = (ctypes.c_ubyte * (70 << 20)).from_address(region._core.live()[0][0])
-        contents[5] = contents[60 << 20] = 7
-
-        def refused(limit, most):
-            soft, hard = resource.getrlimit(limit)
-            resource.setrlimit(limit, (most, hard))
-            try:
-                region.pause()
-            except memsaver.Error as error:
-                print(type(error).__name__, region.state, region.backup_bytes, error)
-            resource.setrlimit(limit, (soft, hard))
-
-        refused(resource.RLIMIT_FSIZE, 10 << 20)
-        taken = os.dup(0)
-        refused(resource.RLIMIT_NOFILE, taken + 1)
-        region.pause()
-        region.resume()
-        size = int(open("/proc/self/statm").read().split()[0]) * 4096
-        refused(resource.RLIMIT_AS, size + (4 << 20))  # no stack fits, but some threads may be left
-        region.resume()
-        print(region.state, contents[5], contents[60 << 20])
-        """,
-        MEMSAVER_DISK_DIR=str(disk),
-    )
-    lines = said.splitlines()
-    assert lines[0].startswith("BackupError active 0 ") and "posix_fallocate" in lines[0]
-    assert lines[1].startswith("BackupError active 0 ") and "Too many open files" in lines[1]
-    assert len(lines) == 3 or "thread" in lines[2]
-    assert lines[-1] == "active 7 7"
 
 
 def test_host_memory_for_the_blocks_is_reserved_first(make: Make, disk: Path) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import signal
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ import pytest
 import memsaver
 from memsaver import _core
 from tests import controls
-from tests.support import MIB, PAGE, descriptors, environment, fresh_device, random_bytes, run_clean
+from tests.support import MIB, PAGE, descriptors, environment, fresh_device, random_bytes
 
 DEVICES = ["cpu"] + (["cuda:0"] if _core.cuda_device_count() else [])
 HOST = ["cpu"]
@@ -76,7 +74,6 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
         yield made
 
 
-host_only = pytest.mark.parametrize("bench", HOST, indirect=True)
 
 
 def refused(call: Callable[[], object]) -> memsaver.DriverError:
@@ -291,79 +288,6 @@ def test_copies_of_one_direction_run_in_order(bench: Bench) -> None:
     assert np.array_equal(bench.read(address + PAGE + 512, 5000), versions[-1][100:5100])
 
 
-def test_mapping_where_nothing_is_reserved_is_refused(bench: Bench) -> None:
-    handle = bench.create(2 * PAGE)
-    address = bench.driver.reserve(PAGE)
-    bench.driver.unreserve(address, PAGE)
-    refused(lambda: bench.driver.map(address, 2 * PAGE, handle))
-
-
-@host_only
-def test_importing_other_descriptors_is_refused(bench: Bench, tmp_path: Path) -> None:
-    with (tmp_path / "file").open("w") as file:
-        assert refused(lambda: bench.driver.import_fd(file.fileno())).code == 1
-    assert refused(lambda: bench.driver.import_fd(1 << 20)).code == 1
-
-
-def test_creating_beyond_the_device_says_out_of_memory(bench: Bench) -> None:
-    beyond = (bench.driver.memory()[1] // PAGE + 1) * PAGE
-    error = refused(lambda: bench.driver.create(beyond))
-    assert error.code == 2
-
-
-@host_only
-@pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 4096])
-def test_sizes_that_are_not_whole_pages_are_refused(bench: Bench, size: int) -> None:
-    assert refused(lambda: bench.driver.create(size)).call == "cuMemCreate"
-    assert refused(lambda: bench.driver.reserve(size)).call == "cuMemAddressReserve"
-
-
-def test_touching_host_memory_without_access_ends_in_a_fault() -> None:
-    said = run_clean("""
-        import ctypes, os
-        from memsaver import _core
-
-        def touched():
-            child = os.fork()
-            if child == 0:
-                ctypes.c_char.from_address(address).value
-                os._exit(0)
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-        driver = _core.open_driver("cpu")
-        page = 2 << 20
-        address = driver.reserve(page)
-        found = [touched()]
-        driver.map(address, page, driver.create(page))
-        found.append(touched())
-        driver.allow(address, page)
-        found.append(touched())
-        driver.unmap(address, page)
-        print(*found, touched())
-    """)
-    fault = -signal.SIGSEGV
-    assert [int(each) for each in said.split()] == [fault, fault, 0, fault]
-
-
-def test_a_device_is_known_by_its_uuid(bench: Bench) -> None:
-    assert bench.driver.uuid() == _core.open_driver(bench.driver.name).uuid() != ""
-
-
-def test_host_memory_is_pinned_once(bench: Bench) -> None:
-    memory = np.zeros(3 * PAGE, np.uint8)
-    address = round_up(memory.ctypes.data)
-    bench.driver.pin(address, PAGE)
-    assert refused(lambda: bench.driver.pin(address, PAGE)).code == 712
-    bench.driver.unpin(address)
-    assert refused(lambda: bench.driver.unpin(address)).code == 713
-    bench.driver.pin(address, PAGE)
-    bench.driver.unpin(address)
-
-
-def round_up(address: int) -> int:
-    return (address + PAGE - 1) // PAGE * PAGE
-
-
 # The host driver under work, as a GPU is: kernels that end later, and their mistakes.
 
 
@@ -410,20 +334,6 @@ def virtual_time() -> Iterator[None]:
     controls.virtual_clock(True)
     yield
     controls.virtual_clock(False)
-
-
-def test_a_record_covers_the_kernels_launched_before_it(memory: Memory) -> None:
-    driver = memory.bench.driver
-    first, second = controls.stream_create(), controls.stream_create()
-    memory.write(first, 1)
-    ticket = record(driver)
-    memory.write(second, 2)
-    later = record(driver)
-    assert not ticket.done()
-    controls.stream_release(first)
-    assert ticket.done() and not later.done()
-    controls.stream_release(0)
-    assert later.done()
 
 
 def every_call(memory: Memory) -> dict[str, Callable[[], object]]:
@@ -510,17 +420,6 @@ def test_a_copy_whose_memory_was_unmapped_ends_the_context(memory: Memory, virtu
     }[way]()
     driver.unmap(memory.address, PAGE)
     assert refused(driver.finish_copies).code == 700
-    assert_lost(memory)
-
-
-def test_a_killed_context_ends_a_wait_with_an_error(memory: Memory, threads: ThreadPoolExecutor) -> None:
-    stream = controls.stream_create()
-    memory.write(stream, 1)
-    ticket = record(memory.bench.driver)
-    waiting = threads.submit(refused, memory.bench.driver.synchronize)
-    controls.kill_context()
-    assert waiting.result().code == refused(ticket.done).code == 700
-    assert memory.first() == 0
     assert_lost(memory)
 
 

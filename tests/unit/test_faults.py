@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 import memsaver
-from tests import controls
 from tests.support import (
     MIB,
     PAGE,
@@ -243,70 +242,6 @@ def test_an_allocation_survives_a_failure_of_any_driver_call(make: Make, ledger:
     ledger.check()
 
 
-def test_an_error_in_an_allocation_says_which_call(make: Make) -> None:
-    region = make()
-    for kind in ("error", "memory"):
-        for call in ("cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"):
-            controls.arm(1, kind, call)
-            with pytest.raises(memsaver.Error) as caught:
-                (make() if call == "cuMemAddressReserve" else region).empty(100)
-            if (kind, call) == ("memory", "cuMemCreate"):
-                assert isinstance(caught.value, memsaver.OutOfMemoryError)
-            else:
-                assert isinstance(caught.value, memsaver.DriverError) and caught.value.call == call
-            assert region.allocated_bytes == 0 and region.mapped_bytes == 0
-    Block(region, 100).check()
-
-
-@pytest.mark.parametrize("refused_again", [False, True])
-def test_a_chunk_that_a_free_could_not_unmap_serves_again(make: Make, ledger: Ledger, refused_again: bool) -> None:
-    region = make()
-    block = Block(region, PAGE)
-    controls.arm(2)  # record, unmap
-    del block
-    assert (region.allocated_bytes, region.mapped_bytes) == (0, PAGE)
-    controls.disarm()
-    if refused_again:
-        controls.arm(1, call="cuMemUnmap")
-    again = Block(region, PAGE)
-    controls.disarm()
-    assert region.mapped_bytes == PAGE
-    again.check()
-    del again
-    ledger.check()
-
-
-def test_a_half_paused_region_whose_contents_are_kept_is_not_named_as_discarded(make: Make) -> None:
-    region = make("host")
-    held = with_a_gap(region)
-    for error in Sweep("error", region.pause):
-        if region.state == "paused" and region.mapped_bytes > 0:
-            controls.arm(1, call="cuMemUnmap")
-            with pytest.raises(memsaver.DriverError, match="cuMemUnmap") as caught:
-                region.pause(backup="none")  # its backup was made before: nothing is given up
-            assert caught.value.discarded == ()
-            controls.disarm()
-        elif error is not None:
-            assert error.discarded == ()
-        region.resume()
-        check(held)
-
-
-def test_a_release_that_fails_is_counted_and_not_tried_again(make: Make, ledger: Ledger) -> None:
-    """The call may have been made, and its number may be that of another handle by now."""
-    region = make()
-    block = Block(region, PAGE)
-    controls.arm(3)  # record, unmap, release
-    del block
-    assert region.mapped_bytes == 0
-    for _ in range(2):
-        Block(region, PAGE)
-        region.pause(), region.resume()
-        assert memsaver.stats().unreleased_bytes == ledger.unreleased + PAGE
-        assert free_bytes() == ledger.free - PAGE
-    ledger.check()
-
-
 def test_a_resume_without_descriptors_leaves_the_region_paused(make: Make, ledger: Ledger) -> None:
     region = make("host")
     held = blocks(region, [60 * MIB])
@@ -319,15 +254,6 @@ def test_a_resume_without_descriptors_leaves_the_region_paused(make: Make, ledge
     held[0].check()
     held.clear()
     ledger.check()
-
-
-def test_without_descriptors_the_living_are_not_taken_for_dead(make: Make) -> None:
-    held = Block(make(), 3 * MIB)
-    before = free_bytes()
-    with few_descriptors(spare=0):
-        assert free_bytes() == before
-    assert free_bytes() == before
-    held.check()
 
 
 @contextmanager

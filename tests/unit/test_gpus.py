@@ -6,13 +6,10 @@ import ctypes
 import os
 import resource
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -132,19 +129,6 @@ def test_a_device_without_descriptors_has_plain_chunks_and_no_shared_pool(platfo
     assert used_bytes(device) == 0
 
 
-def test_memory_of_the_broker_is_a_descriptor() -> None:
-    memory = _core.open_cuda_memory(gpus.ordinal(gpu(memory=8 * MIB)))
-    file = memory.create(4 * MIB)
-    assert refused(lambda: memory.create(6 * MIB)).code == 2
-    controls.fail("cuMemExportToShareableHandle", 999)
-    assert refused(lambda: memory.create(PAGE)).code == 999
-    assert memory.used_bytes() == memory.total_bytes() - memory.free_bytes() == 4 * MIB
-    memory.close(file)
-    assert memory.used_bytes() == 0
-    with pytest.raises(ValueError, match=f"descriptor {file} is not one of this memory"):
-        memory.close(file)
-
-
 def test_an_mps_server_is_known_by_the_attribute_or_by_its_pipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,16 +169,6 @@ def test_a_device_that_cannot_serve_is_refused(options: dict[str, int], call: st
     for opens in (lambda: make(device), lambda: _core.open_cuda_memory(gpus.ordinal(device))):
         error = refused(opens)
         assert (error.call, error.code) == (call, 801) and device in str(error) and text in str(error)
-
-
-def test_a_device_that_cannot_be_opened_leaves_nothing_behind() -> None:
-    for streams in range(2):
-        device, before = gpu(), controls.count("cuStreamDestroy")
-        controls.fail("cuStreamCreate", 999, after=streams)
-        refused(partial(make, device))
-        assert gpus.retained(device) == 0 and controls.count("cuStreamDestroy") - before == streams
-        make(device)
-    assert not hasattr(ctypes.CDLL(None), "cuMemCreate")  # the driver's names are not those of other libraries
 
 
 @pytest.mark.parametrize("gone", [1, 2])
@@ -351,21 +325,6 @@ def test_nvml_knows_a_device_by_its_uuid_or_its_mig_uuid(mig: int) -> None:
     assert segment.nbytes
 
 
-def test_a_process_whose_contexts_all_died_still_reads_its_backups() -> None:
-    regions = [make(device) for device in gpus.gpus(2)]
-    first, second = (Segment(region, 5 * MIB, seed=1) for region in regions)
-    regions[0].pause()
-    for region in regions:
-        controls.kill_context(region.device)
-    for call in ("cuCtxPushCurrent", "cuDevicePrimaryCtxGetState"):
-        controls.fail(call, 700, controls.FOREVER)
-    refused(regions[1].pause, memsaver.Error)
-    refused(regions[0].resume, memsaver.Error)
-    assert regions[1].state == "lost"
-    assert np.array_equal(first.read(), first.expected) and second.nbytes
-    memsaver.stats()
-
-
 def test_a_context_that_dies_in_a_transition_leaves_the_region_lost(threads: ThreadPoolExecutor) -> None:
     for call, backup in (
         ("cuCtxRecordEvent", "none"),
@@ -391,23 +350,6 @@ def test_a_context_that_dies_in_a_transition_leaves_the_region_lost(threads: Thr
             assert "lost" in str(refused(act, memsaver.RegionPausedError))
 
 
-def test_after_the_death_of_the_context_contents_that_a_demand_has_copied_can_be_read() -> None:
-    """Of a lazy pause."""
-    device = gpu(memory=64 * MIB)
-    region = make(device)
-    held = [Segment(region, 32 * MIB, seed) for seed in range(2)]
-    region.pause(lazy=True)
-    taken = Segment(make(device, "none", "other"), 32 * MIB)
-    controls.kill_context(device)
-    refused(region.resume, memsaver.Error)
-    assert region.state == "lost" and taken.nbytes
-    readable = []
-    for segment in held:
-        with suppress(memsaver.BackupError):
-            readable.append(np.array_equal(segment.read(), segment.expected))
-    assert readable == [True]
-
-
 # Peers
 
 
@@ -424,27 +366,6 @@ def test_peer_candidates_are_active_and_can_access_the_device() -> None:
     gpus.activate(names[1], on=False)
     assert driver.peer_candidates() == [four]
     assert _core.open_driver(names[3]).peer_candidates() == []  # device 2 is not active
-
-
-def test_a_peer_reads_and_writes_memory_that_allows_it() -> None:
-    names = gpus.gpus(4)
-    driver, region = _core.open_driver(names[0]), make(names[0])
-    segment = Segment(region, 5 * MIB, seed=1)
-    where = segment.address, segment.nbytes
-    assert gpus.may_access(names, *where) == names[:1]
-    assert not gpus.run_kernel(names[2], segment.address, 100, byte=7)
-    driver.use_peers([gpus.ordinal(names[1]), gpus.ordinal(names[3])])
-    assert gpus.retained(names[1]) == gpus.retained(names[3]) == 1
-    assert not gpus.run_kernel(names[3], segment.address, 100, byte=7)  # mapped before: it needs another allow()
-    region.pause()
-    before = controls.count("cuMemSetAccess")
-    region.resume()
-    assert gpus.may_access(names, *where) == [names[0], names[1], names[3]]
-    assert controls.count("cuMemSetAccess") - before == 1  # one call for the device and its peers
-    assert gpus.run_kernel(names[1], segment.address, 100, byte=7)
-    segment.expected = segment.expected.copy()
-    segment.expected[:100] = 7
-    segment.check()
 
 
 def test_a_copy_between_regions_of_two_devices_keeps_contents() -> None:
@@ -600,17 +521,6 @@ def test_peers_change_while_other_threads_call(threads: ThreadPoolExecutor) -> N
     assert [gpus.retained(name) for name in names] == [1, 2, 2, 2, 2]
 
 
-def test_marks_use_events_again() -> None:
-    names = gpus.gpus(2)
-    driver = _core.open_driver(names[0])
-    driver.use_peers([gpus.ordinal(names[1])])
-    before = controls.count("cuEventCreate")
-    for _ in range(3):
-        marks = [driver.record() for _ in range(5)] + [driver.mark("in"), driver.mark("out")]
-        assert controls.count("cuEventCreate") - before == 5 * 2 + 2
-        del marks
-
-
 def test_ctrl_c_ends_the_wait_for_memory_of_any_device(threads: ThreadPoolExecutor) -> None:
     """Signals reach the main thread alone, and a thread beside it waits for the second device's memory."""
     regions = [make(name) for name in gpus.gpus(2)]
@@ -676,31 +586,6 @@ def test_the_rows_of_a_gpu_that_lists_its_processes() -> None:
     region.pause()
     del expected[me, "region"]
     assert rows_of(device) == expected and segment.nbytes
-
-
-def test_imported_memory_of_a_gpu_is_not_listed_for_the_importer() -> None:
-    """It needs one call of the driver, and a process that made the memory keeps it in its list."""
-    importer = """
-        import sys, memsaver
-        from memsaver import _core
-        from tests import controls
-        device = sys.argv[2]
-        memsaver.region("kv", device=device)
-        driver = _core.open_driver(device)
-        handle = driver.import_fd(int(sys.argv[1]))
-        [(pid, *figures)] = _core.ledger_figures(device)["holdings"]
-        assert figures == [300 << 20, 0], figures
-        assert controls.count("cuMemImportFromShareableHandle") == 1 and controls.count("cuMemMap") == 0
-        driver.release(handle)
-    """
-    device = gpu(context=300 * MIB)
-    memsaver.region("kv", device=device)
-    driver = _core.open_driver(device)
-    file = driver.export_fd(driver.create(8 * MIB))
-    driver.import_fd(file)
-    assert _core.ledger_figures(device)["holdings"][0][1:] == (308 * MIB, 0)
-    command = [sys.executable, "-c", textwrap.dedent(importer), str(file), device]
-    subprocess.run(command, check=True, pass_fds=[file])
 
 
 def test_the_doctor_has_the_facts_of_the_driver() -> None:
@@ -880,25 +765,6 @@ def test_contents_on_disk_are_read_after_the_context_died(tmp_path: Path) -> Non
     assert controls.count("cuMemHostRegister") == before
 
 
-def test_memory_that_stays_registered_is_kept() -> None:
-    """A refusal to unregister is repeated later. The driver of a dead context unregisters nothing; it would reach the
-    memory still.
-    """
-    device, before = gpu(), controls.pinned_bytes()
-    region = make(device)
-    segment = Segment(region, 20 * MIB, seed=1)
-    for _ in range(2):
-        round_trip(region, segment)
-        controls.fail("cuMemHostUnregister", 999)
-        memsaver.release_host_memory()
-        assert host_bytes(device) == (20 * MIB, 0) and controls.pinned_bytes() - before == 20 * MIB
-    assert memsaver.release_host_memory() == 20 * MIB and controls.pinned_bytes() == before
-    round_trip(region, segment)
-    controls.kill_context(device)
-    assert memsaver.release_host_memory() == 0
-    assert host_bytes(device) == (20 * MIB, 0) and controls.pinned_bytes() - before == 20 * MIB
-
-
 @pytest.mark.parametrize("backup", ["host", "disk"])
 def test_neighbours_are_copied_as_one(tmp_path: Path, backup: str) -> None:
     """4,000 tensors of 4 KiB are two blocks of a file, or one piece of host memory."""
@@ -1006,20 +872,6 @@ def test_no_lock_is_held_while_contents_are_copied(meanwhile: Meanwhile, move: s
     moved.result()
     small.resume()
     meanwhile.segments[0].check()
-
-
-def test_no_lock_is_held_while_peers_get_access(threads: ThreadPoolExecutor) -> None:
-    """Of tagged regions, in which programs with a preloaded library allocate."""
-    first, second = gpus.gpus(2)
-    tagged = _core.tagged_regions("tms")
-    segment = Segment(memsaver.regions.wrapper(tagged.active("a", first, "none")), MIB)
-    gpus.activate(second)
-    with controls.held("cuMemSetAccess"):
-        made = threads.submit(tagged.active, "b", first, "none")
-        until_stopped("cuMemSetAccess")
-        assert [each.tag for _, each in threads.submit(tagged.all).result(timeout=20)] == ["tms.a"]
-        assert not made.done()
-    assert made.result().tag == "tms.b" and segment.nbytes
 
 
 def test_a_free_beside_an_allocation_leaves_the_page_that_they_share(threads: ThreadPoolExecutor) -> None:

@@ -60,24 +60,6 @@ def enters(group: Group, name: str) -> bool:
         return False
 
 
-def test_a_rank_that_cannot_prepare_leaves_the_others_as_they_were(group: Group, members: list[Any]) -> None:
-    members[1].errors["prepare"] = ValueError("not now")
-    error = fails(group, "off", "engine 1 could not prepare to pause 'a': ValueError: not now")
-    assert (error.phase, error.role, error.rank) == ("off", "engine", 1)
-    assert [each.seen() for each in members] == [["prepare", "abort"]] * 2
-    group.enter("off")
-    assert [each.seen() for each in members] == [["prepare", "commit"]] * 2
-
-
-def test_an_interrupt_aborts_the_prepared_ranks(group: Group, members: list[Any]) -> None:
-    group.enter("on")
-    members[1].errors["prepare"] = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        group.enter("off")
-    until(lambda: all(each.seen()[-1:] == ["abort"] for each in members[:1]))
-    until(lambda: enters(group, "off"))
-
-
 def test_members_get_the_bounds_of_the_caller(group: Group, members: list[Any]) -> None:
     cases: list[tuple[dict[str, Any], Any]] = [
         ({}, (None, None, 60.0)),

@@ -261,25 +261,6 @@ def test_a_class_that_overrides_pause_is_refused(base: type) -> None:
         type("Old", (base,), {"pause": lambda self, tags=None: None})
 
 
-def test_an_async_actor_takes_policies(make: Make) -> None:
-    class AsyncSide(AsyncColocated):
-        pass
-
-    region = make("host")
-    block = Block(region, MIB)
-    backup = {"off": {"engine": {region.tag: "none"}}}
-    group = Group(engine=AsyncSide(), phases={"on": {"engine": [region.tag]}, "off": {}}, backup=backup)
-    turn = group.enter("off")
-    assert ([each.copied_bytes for each in turn.transitions], region.discarded) == ([0], True)
-    with pytest.raises(memsaver.Error, match="a pause kept no backup"):
-        group.enter("on")
-    with group.enter("on", restore=False):
-        block.fill(2)
-    assert [each.copied_bytes for each in group.enter("off", backup="host").transitions] == [MIB]
-    group.enter("on")
-    block.check()
-
-
 def test_wrong_arguments_of_a_group_are_refused() -> None:
     engine, given = Halved(), {"engine": Halved(), "trainer": Halved(), "phases": PHASES}
     one: Any

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Iterator
 
@@ -10,8 +9,6 @@ import pytest
 
 import memsaver
 from memsaver import _core, _results
-from memsaver._moves import Move
-from memsaver.transitions import prepare_pause
 from tests.support import MIB, Block, Make, until
 
 
@@ -94,31 +91,6 @@ def test_stages_of_guests_have_their_names(slow: Slow, tag: str) -> None:
     assert (record.outcome, record.resume) == ("failed", (tag,))
     assert record.error == "GuestError: guest 'slow' could not come back: OSError: no network"
     assert names(record)[-2:] == ["guests", "guests come back"]
-
-
-def test_a_prepared_pause_is_running_until_it_is_committed_aborted_or_dropped(make: Make) -> None:
-    region = make()
-    prepared = prepare_pause(region.tag)
-    record = memsaver.history()[-1]
-    assert (record.outcome, names(record)[-1]) == ("running", "prepared")
-    prepared.commit()
-    assert (memsaver.history()[-1].outcome, names(memsaver.history()[-1])[-1]) == ("done", "move")
-    region.resume()
-    prepare_pause(region.tag).abort()
-    assert memsaver.history()[-1].outcome == "aborted"
-    gc.collect()
-    earlier = {id(each) for each in gc.get_objects() if isinstance(each, Move)}  # of other files: tracebacks of errors
-    gc.disable()  # a reference cycle would keep the pause
-    try:
-        prepared = prepare_pause(region.tag)
-        del prepared
-        assert region.state == "active"
-        assert memsaver.history()[-1].outcome == "aborted"
-        region.pause()
-        memsaver.start(resume=region).result(60)
-        assert [each for each in gc.get_objects() if isinstance(each, Move) and id(each) not in earlier] == []
-    finally:
-        gc.enable()
 
 
 def test_the_history_keeps_the_last_thousand(make: Make) -> None:

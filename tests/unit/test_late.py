@@ -279,23 +279,6 @@ def test_wrong_parts_of_a_role_are_refused(sides: Sides) -> None:
 # Found by a review
 
 
-def test_a_late_region_with_wrong_contents_raises_once(make: Make, tag: str) -> None:
-    region = memsaver.region(tag, "cpu", memsaver.Derived(lambda: held[0].fill_(value), after=[]))
-    value, held = 1, [region.empty(100).fill_(1)]
-    memsaver.define_phase("train", [], late=region)
-    memsaver.configure(verify=True)
-    try:
-        region.pause()
-        value = 2
-        with memsaver.phase("train"):
-            with pytest.raises(memsaver.VerifyError, match="^phase 'train', late regions: ") as raised:
-                region.wait()
-            assert raised.value.resumed == (tag,)
-            region.wait()  # it is active
-    finally:
-        region.backup = "none"
-
-
 def test_guests_and_rebuilds_of_a_late_region_do_not_wait_for_it(sides: Sides, tag: str) -> None:
     def enter(call: str) -> None:
         if call == "come back":
@@ -336,23 +319,6 @@ def test_a_thread_in_a_lingering_region_is_an_error_before_anything_moves(sides:
     with sides.cache, pytest.raises(memsaver.Error, match="is inside it"):
         memsaver.phase("train").__enter__()
     assert sides.states == before == ["paused", "paused", "active"]
-
-
-def test_a_member_uses_its_late_region_after_its_own_resume(sides: Sides) -> None:
-    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
-
-    class Member(ray.Colocated):  # type: ignore[misc,name-defined]
-        def resume(self, tags: Any = None, **options: Any) -> Any:
-            done = super().resume(tags, **options)
-            if sides.optimizer.tag in tags:
-                with sides.optimizer:
-                    entered.append(1)
-            return done
-
-    entered: list[int] = []
-    group_of(sides, Side(), Member()).enter("train")
-    sides.optimizer.wait(timeout=20)
-    until(lambda: entered == [1])
 
 
 @pytest.mark.parametrize("overrides", [False, True])

@@ -188,18 +188,6 @@ def test_a_small_demand_takes_a_share_of_what_needs_no_copy(make: Make, backup: 
     del held, one
 
 
-def test_a_frozen_copy_serves_the_next_pause_after_a_lazy_one(make: Make) -> None:
-    region = make("host", frozen=True)
-    held = blocks(region, [CHUNK])
-    region.pause()
-    region.resume()
-    region.pause(lazy=True)
-    assert region.resume().copied_bytes == 0
-    assert region.pause().copied_bytes == 0
-    region.resume()
-    check(held)
-
-
 @pytest.mark.parametrize("backup", ["host", "disk"])
 def test_freed_and_missing_parts_are_not_read(make: Make, backup: str) -> None:
     """Blocks of a file hold several allocations. Those that were freed meanwhile may have no memory."""
@@ -269,22 +257,6 @@ def test_a_resume_that_waits_leaves_its_offers_to_others(make: Make, threads: Th
     del one_half
 
 
-def test_a_resume_that_waits_gets_what_is_offered_later(make: Make, threads: ThreadPoolExecutor) -> None:
-    region, held = lazily(make, chunks=1)
-    other, more = lazily(make, chunks=1)
-    other.pause()
-    region.resume()
-    with Fill(leave=0):
-        waits = threads.submit(lambda: other.resume(memory_timeout=3600))
-        until(lambda: other.state == "resuming")
-        with pytest.raises(TimeoutError):
-            waits.result(0.1)
-        region.pause(lazy=True)
-        waits.result(60)
-    region.resume()
-    check(held + more)
-
-
 def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, threads: ThreadPoolExecutor) -> None:
     region, held = lazily(make)
     other, more = lazily(make, chunks=2)
@@ -341,53 +313,6 @@ def test_a_failed_copy_keeps_its_host_memory_until_no_copy_is_queued(make: Make,
         with suppress(memsaver.OutOfMemoryError):
             demand.result(60)
         del demand
-    region.resume()
-    check(held)
-
-
-def test_contents_on_disk_come_back_from_many_parts_with_little_host_memory(make: Make) -> None:
-    region, held = lazily(make, "disk", chunks=6)
-    memsaver.release_host_memory()
-    memsaver.configure(host_limit=host_held_bytes() + 2 * CHUNK)
-    with Fill(leave=0):
-        more = [block for _ in held for block in blocks(make("none"), [CHUNK])]
-        assert region.offered_bytes == 0
-        del more
-    region.resume()
-    check(held)
-
-
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
-def test_a_resume_that_fails_to_map_offers_all_again(make: Make, call: str) -> None:
-    region, held = lazily(make)
-    failures = 0
-    for nth in range(1, 6):
-        controls.arm(nth, "error", call)
-        with suppress(memsaver.Error):
-            region.resume()
-        controls.disarm()
-        if region.state == "paused":
-            failures += 1
-            assert (region.mapped_bytes, region.offered_bytes) == (0, 4 * CHUNK)
-            region.resume()
-        check(held)
-        region.pause(lazy=True)
-    assert failures
-
-
-def test_a_pause_that_is_not_lazy_waits_for_a_reader(make: Make, threads: ThreadPoolExecutor) -> None:
-    region, held = lazily(make, "disk")
-    memsaver.cpu_backup(held[0].tensor, clone=True)
-    with controls.held("pread"):
-        reader = threads.submit(lambda: memsaver.cpu_backup(held[0].tensor, clone=True))
-        until(lambda: controls.stopped("pread"))
-        with pytest.raises(memsaver.WaitTimeoutError) as caught:
-            region.pause(timeout=0)
-        assert caught.value.stage == "backup"
-        controls.go_on("pread")
-        reader.result(60)
-    region.pause()
-    assert region.offered_bytes == 0
     region.resume()
     check(held)
 
@@ -546,24 +471,6 @@ def test_a_demand_takes_copied_chunks_first(make: Make) -> None:
     assert controls.count("cuMemcpyDtoHAsync") == copies
     memsaver.resume([first, region])
     check(held + more)
-
-
-def test_a_lazy_pause_begins_and_ends_copies_ahead_of_an_earlier_one(
-    make: Make, threads: ThreadPoolExecutor, copies_in: Callable[[], memsaver.Region]
-) -> None:
-    region, held = lazily(make, chunks=8)
-    region.pause(lazy="copy")
-    wait_for_copies(region)
-    region.resume()
-    with controls.held("cuMemcpyHtoDAsync"):
-        other = copies_in()
-        region.pause(lazy="copy")
-        region.pause(lazy=True)
-    until(lambda: other.state == "active")
-    time.sleep(0.1)
-    assert (region.backup_bytes, region.offered_bytes) == (0, 8 * CHUNK)
-    region.resume()
-    check(held)
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from memsaver.broker import monitor, procfs
 from memsaver.broker.monitor import Process, ProcessMonitor
-from memsaver.broker.protocol import MalformedError, RefusedError
+from memsaver.broker.protocol import RefusedError
 from tests.support import end_main_thread
 
 
@@ -92,18 +92,6 @@ def world() -> Iterator[World]:
     world.monitor.close()
     world.close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_a_process_is_gone_when_its_sentinel_is_closed(world: World) -> None:
-    process, write = world.client()
-    world.kill(process.pid)
-    world.turn(lambda: world.said)
-    world.turn()
-    assert world.said == [("exited", process.pid)]
-    assert world.monitor.keepers_of(process) == []  # but for this process itself
-    os.close(write)
-    world.turn(lambda: len(world.said) > 1)
-    assert world.said == [("exited", process.pid), ("gone", process.pid)]
 
 
 def test_a_closed_sentinel_does_not_mean_an_exit(world: World) -> None:
@@ -207,48 +195,6 @@ def test_a_pid_reused_after_a_scan_is_not_waited_for(
         world.turn(lambda: len(world.said) == 2)
 
 
-def test_a_process_that_exits_and_is_older_than_a_client_is_not_waited_for(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process, write = world.client()
-    status = status_of(world.fork(lambda: os.close(write)))
-    assert 0 < process.start <= status.start
-    older = dataclasses.replace(status, start=process.start - 1)
-    monkeypatch.setattr(procfs, "keepers", lambda inodes: [(older, set())])
-    monkeypatch.setattr(procfs, "read", lambda pid: older)
-    os.close(write)
-    world.kill(process.pid)
-    world.turn(lambda: len(world.said) == 2)
-
-
-def test_scans_are_periodic_and_one_comes_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    scans: list[set[int]] = []
-
-    def keepers(inodes: Iterable[int]) -> list[tuple[procfs.Status, set[int]]]:
-        scans.append(set(inodes))
-        return []
-
-    monkeypatch.setattr(procfs, "keepers", keepers)
-    process, write = world.client()
-    world.kill(process.pid)
-    world.turn(lambda: world.said)
-    assert scans == [set(process.sentinels)]
-    assert world.monitor.deadlines() == [world.monitor._scan_at]
-    world.monitor._scan_at = time.monotonic() + 3600
-    world.look()
-    assert len(scans) == 1
-    world.monitor._scan_at = 0
-    world.look()
-    assert len(scans) == 2
-    world.monitor._scan_at = time.monotonic() + 3600
-    other, second = world.client()
-    world.kill(other.pid)
-    world.turn(lambda: len(world.said) == 2)
-    assert scans[2:] == [{*process.sentinels, *other.sentinels}]
-    for file in (write, second):
-        os.close(file)
-
-
 @pytest.mark.parametrize("name", ["keepers", "pidfd_open"])
 def test_a_failed_scan_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Also the one after the sentinel has hung up."""
@@ -340,15 +286,6 @@ def test_a_reused_pid_is_watched_as_a_new_process(world: World) -> None:
     world.look()
     assert world.said[0] == ("exited", process.pid)
     world.turn(lambda: len(world.said) == 2)
-
-
-def test_invalid_descriptors_of_a_process_are_malformed(world: World) -> None:
-    process, write = world.client()
-    file = os.open("/dev/null", os.O_RDONLY)
-    for wrong in (file, write):  # the broker would hold the write end itself
-        with pytest.raises(MalformedError, match="not the read end of a pipe"):
-            world.monitor.add_sentinel(process, [wrong])
-        os.close(wrong)
 
 
 def test_children_that_cannot_be_watched_refuse_a_client(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,6 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
-import pytest
-
 import memsaver
 from tests.support import ROOT, run_clean, run_program
 
@@ -82,26 +80,3 @@ def test_the_files_of_a_wheel_suffice(tmp_path: Path) -> None:
     assert module.parent.parent == start.parent.parent == tmp_path / "site/memsaver"
     assert (start / "sitecustomize.py").exists()
     assert (tmp_path / "site/memsaver_drop_in/__init__.py").exists()
-
-
-def test_free_threaded_python_is_refused(tmp_path: Path) -> None:
-    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if cmake is None:
-        pytest.skip("there is no cmake")
-    site = tmp_path / "site"
-    site.mkdir()
-    (site / "sitecustomize.py").write_text(
-        "import sysconfig\n"
-        "real = sysconfig.get_config_var\n"
-        "sysconfig.get_config_var = lambda name: 1 if name == 'Py_GIL_DISABLED' else real(name)\n"
-    )
-    done = run_program(
-        [cmake, "-S", str(ROOT), "-B", str(tmp_path / "build"), f"-DPython_EXECUTABLE={sys.executable}"],
-        env={**os.environ, "PYTHONPATH": str(site)},
-        timeout=300,
-    )
-    assert done.returncode == 1
-    # CMake breaks lines of messages.
-    assert f"memsaver does not support free-threaded Python, and {sys.executable} is one" in " ".join(
-        done.stderr.split()
-    )

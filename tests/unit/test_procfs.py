@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,51 +13,7 @@ from memsaver.broker import procfs
 FORKED, STARTED, EXITING = 0x400040, 0x400000, 0x4  # flags after a fork, after an exec, and of an exit
 
 
-@contextmanager
-def forked(act: Callable[[], object] = lambda: None) -> Iterator[int]:
-    """A child that has done something, and holds the descriptors of this process."""
-    ready, tell = os.pipe()
-    child = os.fork()
-    if not child:
-        act()
-        os.write(tell, b"1")
-        signal.pause()
-    os.read(ready, 1)
-    os.close(ready)
-    os.close(tell)
-    try:
-        yield child
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
 # Real processes. test_monitor.py and tests/integration/test_shared_pool.py have more of them.
-
-
-def test_the_writers_of_a_pipe_are_found_and_its_readers_are_not() -> None:
-    read, write = os.pipe()
-    inode = os.fstat(read).st_ino
-
-    def keepers() -> dict[int, set[int]]:
-        return {status.pid: inodes for status, inodes in procfs.keepers([0, inode])}
-
-    with forked() as both, forked(lambda: os.close(write)) as reader:
-        found = keepers()
-        assert found[both] == {inode} and reader not in found
-        assert os.getpid() not in found
-    assert both not in keepers()
-    os.close(write)
-    os.close(read)
-
-
-def test_a_zombie_is_not_alive() -> None:
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert not procfs.is_alive(child)
-    os.waitpid(child, 0)
 
 
 # A made-up /proc

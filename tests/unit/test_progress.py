@@ -18,7 +18,7 @@ import memsaver
 from memsaver import _core, _results
 from memsaver.turns.members import Colocated
 from tests import controls
-from tests.support import MIB, Block, Make, run_clean, until
+from tests.support import MIB, Block, Make, until
 
 BATCH, ALL = 64 * MIB, 192 * MIB  # of copies, and of a region
 
@@ -99,31 +99,6 @@ def test_copies_count_while_later_memory_is_mapped(make: Make, lazy: bool) -> No
     block.check()
 
 
-def test_copies_count_while_host_memory_is_made(make: Make, tmp_path: Path) -> None:
-    region = make("host")
-    block = Block(region, ALL)
-    memsaver.release_host_memory()
-    (tmp_path / "proc").mkdir()
-    kib = (1024 + 20) * 1024 + (2 << 20) // 10
-    (tmp_path / "proc/meminfo").write_text(f"MemTotal: {2 << 20} kB\nMemAvailable: {kib} kB\n")
-    controls.system_files(tmp_path)  # near the limit a process takes a batch at once
-    try:
-        controls.hold("cuMemHostRegister", after=1)
-        moving = memsaver.start(pause=region)
-        until(lambda: controls.stopped("cuMemHostRegister"))  # for the second batch
-        _core.open_driver("cpu").synchronize()
-        controls.hold("cuMemcpyDtoHAsync")
-        controls.go_on("cuMemHostRegister")
-        until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
-        assert under_way().progress == (BATCH, ALL)
-        controls.go_on("cuMemcpyDtoHAsync")
-        moving.result(60)
-    finally:
-        controls.system_files(None)
-    region.resume()
-    block.check()
-
-
 def test_blocks_of_a_file_count_one_by_one(make: Make, tmp_path: Path) -> None:
     memsaver.configure(disk_dir=tmp_path)
     region = make("disk")
@@ -163,19 +138,6 @@ def test_a_second_attempt_of_a_resume_counts_from_the_beginning(make: Make) -> N
     controls.go_on("cuMemUnmap")
     moving.result(60)
     assert core.progress == (ALL, ALL)
-    block.check()
-
-
-def test_a_small_resume_makes_no_call_for_its_progress(make: Make) -> None:
-    region = make("host")
-    block = Block(region, MIB)
-    for verb, marks in ((region.pause, 1), (region.resume, 1)):
-        calls = ("cuEventRecord", "cuEventSynchronize", "cuEventQuery")
-        before = [controls.count(each) for each in calls]
-        verb()
-        found = [controls.count(each) - was for each, was in zip(calls, before)]
-        assert found[:2] == [marks, marks], dict(zip(calls, found))
-    assert found[2] == 0  # of the resume
     block.check()
 
 
@@ -307,19 +269,3 @@ def test_each_call_takes_progress_and_refuses_other_values(make: Make) -> None:
         with pytest.raises(TypeError, match="^progress is 'yes', expected True or False$"):
             verb(**options)  # type: ignore[operator]
     assert region.state == "active" and memsaver.history() == before
-
-
-def test_without_progress_nothing_is_imported_or_started() -> None:
-    said = run_clean(
-        """
-        import sys, threading, memsaver
-        region = memsaver.region("a", device="cpu", backup="host")
-        held = region._core.allocate_array(4 << 20)
-        region.pause(), region.resume()
-        threads, modules, started = threading.enumerate(), set(sys.modules), []
-        threading.Thread.start = lambda self: started.append(self.name)
-        region.pause(), region.resume(), memsaver.pause(progress=False)
-        print(started, threading.enumerate() == threads, set(sys.modules) - modules, "tqdm" in sys.modules)
-        """
-    )
-    assert said == "[] True set() False\n"

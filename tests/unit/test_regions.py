@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -31,8 +29,6 @@ from tests.support import (
     until,
 )
 
-CLASSES = {PAGE, 32 * MIB, 256 * MIB, 1024 * MIB}
-
 
 def slack_bound(region: memsaver.Region) -> float:
     """The most bytes that may be mapped if nothing was freed since the last resume."""
@@ -53,31 +49,6 @@ def test_thousands_of_small_tensors_share_few_chunks(make: Make) -> None:
     del held
 
 
-SIZES: dict[str, Callable[[random.Random], int]] = {
-    "tiny": lambda rng: rng.randint(1, 4 * KIB),
-    "around_a_page": lambda rng: rng.randint(PAGE // 2, 2 * PAGE),
-    "just_over_a_page": lambda rng: rng.choice([PAGE + 512, PAGE]),
-    "mixed": lambda rng: int(2 ** rng.uniform(9, 26)),
-    "large": lambda rng: rng.randint(20 * MIB, 90 * MIB),
-}
-
-
-@pytest.mark.parametrize("pattern", SIZES)
-def test_growth_maps_little_more_than_the_allocated_bytes(make: Make, pattern: str) -> None:
-    rng = random.Random(pattern)
-    region = make()
-    held: list[Any] = []
-    while region.allocated_bytes < 600 * MIB and len(held) < 400:
-        held.append(region.empty(SIZES[pattern](rng) // 4 + 1))
-        assert region.mapped_bytes <= slack_bound(region)
-        if rng.random() < 0.02:
-            region.pause()
-            region.resume()
-            assert region.mapped_bytes <= slack_bound(region)
-    assert set(region._core.chunks) <= CLASSES
-    assert sum(region._core.chunks) == region.mapped_bytes
-
-
 def test_addresses_never_change_while_a_region_lives(make: Make) -> None:
     region = make(backup="host")
     held = blocks(region, [1000, 3 * MIB, 33 * MIB, PAGE])
@@ -87,21 +58,6 @@ def test_addresses_never_change_while_a_region_lives(make: Make) -> None:
         region.resume()
         check(held)
         held.append(Block(region, 2 * MIB + 512, seed=100 + round_number))
-
-
-def test_an_address_belongs_to_the_region_it_lies_in(make: Make) -> None:
-    regions = [make(), make("host"), make()]
-    held = [blocks(region, [5 * MIB, 100]) for region in regions]
-    regions[1].pause()
-    elsewhere = bytearray(100)
-    for region, theirs in zip(regions, held):
-        for block in theirs:
-            for address in (block.address, block.address + block.nbytes - 1):
-                assert memsaver.regions.owning(address) is region
-                assert [each.owns(address) for each in regions] == [each is region for each in regions]
-    for address in (0, 1, id(elsewhere), (1 << 64) - 1):
-        assert memsaver.regions.owning(address) is None
-        assert not any(each.owns(address) for each in regions)
 
 
 # The pool that the process retains
@@ -265,20 +221,6 @@ def test_every_use_of_a_closed_region_raises(make: Make) -> None:
     Block(other, MIB).check()
     with other:
         pass
-
-
-def test_a_transition_leaves_out_a_region_that_was_closed_after_its_selection(make: Make) -> None:
-    kept, closed = make("host"), make()
-    block = Block(kept, MIB)
-    handles = [kept._handle, closed._handle]
-    closed.close()
-    move = _core.Transition(handles, [], None, 0.0, 0.0)
-    move.begin()
-    assert [each.tag for each in move.pausing] == [kept.tag]
-    move.abort()
-    assert closed.tag not in memsaver.pause().paused and closed not in memsaver.regions.all_regions()
-    memsaver.resume()
-    block.check()
 
 
 def test_a_region_with_live_tensors_is_not_closed(make: Make) -> None:

@@ -58,47 +58,6 @@ def test_part_has_the_transition_under_way_with_its_stage_and_the_stacks(held: m
         assert _core.acquire([held._core]) is None
 
 
-def test_call_of_finds_the_call_of_a_member_and_its_place() -> None:
-    entered, end = threading.Event(), threading.Event()
-
-    class Member:
-        def pause(self) -> None:
-            self.drain()
-
-        def drain(self) -> None:
-            entered.set()
-            while not end.is_set():
-                pass
-
-    member, other = Member(), Member()
-    assert reports.call_of(member, {"pause"}) is None
-    thread = threading.Thread(target=member.pause)
-    thread.start()
-    assert entered.wait(60)
-    try:
-        found = reports.call_of(member, {"pause"})
-        assert found is not None and found.startswith("is in pause(): ")
-        assert reports.call_of(other, {"pause"}) is None
-        assert reports.call_of(member, {"resume"}) is None
-    finally:
-        end.set()
-        thread.join(60)
-
-
-def test_part_has_the_last_transitions_with_their_errors(make: Make) -> None:
-    region = make()
-    assert _core.acquire([region._core]) is None
-    with pytest.raises(memsaver.WaitTimeoutError):
-        region.pause(timeout=0)
-    _core.release([region._core])
-    region.pause()
-    part = reports.part()
-    assert "transitions under way:\n  none\n" in part
-    last = part.splitlines()[-2:]
-    assert f"pause {region.tag!r}: failed at " in last[0] and "WaitTimeoutError: the call's timeout" in last[0]
-    assert f"pause {region.tag!r}: done at " in last[1]
-
-
 def test_reports_are_files_of_the_user_alone_and_the_oldest_are_removed(folder: Path) -> None:
     paths = [reports.write(f"report {number}") for number in range(3)]
     assert len(set(paths)) == 3

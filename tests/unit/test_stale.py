@@ -86,16 +86,6 @@ def test_tensors_that_were_not_written_are_named(make: Make, fault: str) -> None
         memsaver.check_written(region)
 
 
-def test_at_most_twenty_tensors_are_listed(make: Make) -> None:
-    region = make()
-    held = [region.empty(200) for _ in range(23)]
-    region.pause()
-    region.resume()
-    with pytest.raises(memsaver.StaleError, match="^23 tensors were not written .* and 3 more$") as raised:
-        memsaver.check_written()
-    assert str(raised.value).count(f"region {region.tag!r} at") == 20 and len(raised.value.tensors) == len(held)
-
-
 @pytest.mark.parametrize("count", [1, 15, 16, 17, 100, 128, 4096 + 3, MIB])
 def test_one_piece_of_any_size_and_place_is_found(make: Make, count: int) -> None:
     region = make()

@@ -82,23 +82,6 @@ def test_a_switch_hands_chunks_from_region_to_region(make: Make) -> None:
     del held
 
 
-def test_a_switch_that_cannot_have_the_memory_changes_nothing(make: Make) -> None:
-    out, back = make("host"), make("host")
-    held = blocks(out, [3 * MIB]) + blocks(back, [50 * MIB])
-    back.pause()
-    used, mapped = host_used_bytes(), out.mapped_bytes
-    with Fill(leave=PAGE):
-        with pytest.raises(memsaver.OutOfMemoryError) as caught:
-            memsaver.switch(pause=out.tag, resume=back.tag)
-        assert caught.value.needed_bytes == 50 * MIB
-        assert caught.value.free_bytes == mapped + PAGE  # with the outgoing chunks
-        assert (out.state, out.mapped_bytes, back.state, back.mapped_bytes) == ("active", mapped, "paused", 0)
-        assert (host_used_bytes(), free_bytes()) == (used, PAGE)
-        held[0].check()
-    memsaver.switch(pause=out.tag, resume=back.tag)
-    held[1].check()
-
-
 # Out of memory, and waiting for it
 
 
