@@ -138,15 +138,6 @@ def launch(device: str, address: int = 0, nbytes: int = 0, byte: int = 0) -> int
 finish = controls.stream_release
 
 
-def run_kernel(device: str, address: int, nbytes: int, byte: int = 0) -> bool:
-    """A kernel that runs at once. False: it has ended its context, which lives again."""
-    finish(launch(device, address, nbytes, byte))
-    lost = controls.context_lost(device)
-    if lost:
-        controls.reset()
-    return not lost
-
-
 class _Exchange:
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule

@@ -119,27 +119,6 @@ def test_the_default_pool_leaves_and_returns(with_default_pool: str) -> None:
     )
 
 
-def test_a_resume_takes_what_the_pool_beside_the_paused_one_caches(with_default_pool: str) -> None:
-    run(
-        with_default_pool,
-        """
-        region = memsaver.default_pool()
-        kept = full(300, 1)
-        memsaver.pause("torch")
-        held = []
-        try:
-            while True:
-                held.append(torch.empty(20 * MIB, dtype=torch.uint8, device="cuda"))
-        except torch.OutOfMemoryError:
-            pass
-        live = held[0].copy_(torch.full((20 * MIB,), 9, dtype=torch.uint8))
-        held.clear()
-        memsaver.resume("torch", memory_timeout=20)
-        assert holds(kept, 1) and holds(live, 9) and not region.owns(live.data_ptr())
-        """,
-    )
-
-
 def test_tensors_made_beside_the_paused_pool_are_freed_one_by_one(with_default_pool: str) -> None:
     """torch frees a pool over expandable segments that is dropped while a tensor has a part of one."""
     run(
@@ -409,35 +388,6 @@ def test_empty_cache_of_other_threads_beside_a_pause(with_default_pool: str) -> 
         assert region.mapped_bytes == region.allocated_bytes == 0
         """,
         late=True,
-    )
-
-
-def test_copies_between_default_pools_of_two_devices(with_default_pool: str) -> None:
-    run(
-        with_default_pool,
-        """
-        early = full(5, 9, "cuda:0")
-        regions = [memsaver.default_pool(device=f"cuda:{index}") for index in (0, 1)]
-        first, second = full(50, 1, "cuda:0"), full(50, 2, "cuda:1")
-        second.copy_(first)  # makes torch give each device access to the other's memory
-        assert holds(second, 1)
-        access = lambda tensor: gpus.may_access(["cuda:0", "cuda:1"], tensor.data_ptr(), tensor.numel())
-        before = access(first), access(second)
-        assert before[0] == ["cuda:0", "cuda:1"], before
-        memsaver.pause("torch")
-        beside = full(20, 4, "cuda:0")
-        memsaver.resume("torch")
-        assert (access(first), access(second)) == before
-        third = full(70, 3, "cuda:0")
-        second.copy_(first), second[: 20 * MIB].copy_(third[: 20 * MIB])
-        assert holds(third, 3) and holds(second[: 20 * MIB], 3) and holds(second[20 * MIB :], 1) and holds(early, 9)
-        memsaver.pause(regions[0])
-        other = full(20, 5, "cuda:1")
-        assert regions[1].owns(other.data_ptr())
-        memsaver.resume(regions[0])
-        assert holds(first, 1)
-        """,
-        count=2,
     )
 
 

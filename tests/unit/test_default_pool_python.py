@@ -205,18 +205,6 @@ def test_a_second_call_needs_the_same_arguments_and_a_new_tag(pools: Any, make: 
         made.check(tag, "cpu", "host")
 
 
-def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="device is 'cpu', expected a CUDA device"):
-        memsaver.default_pool(device="cpu")
-    with pytest.raises(ValueError, match="backup"):
-        memsaver.default_pool(device="cpu", backup="tape")
-    with pytest.raises(TypeError, match="tag"):
-        memsaver.default_pool(5)  # type: ignore[arg-type]
-    monkeypatch.setattr(module, "default_device", lambda: "cpu")
-    with pytest.raises(ValueError, match="there is no CUDA device: torch has a default pool on CUDA devices alone"):
-        memsaver.default_pool()
-
-
 SIZES = "large_segment_size_mb:32"
 
 

@@ -187,29 +187,6 @@ def test_a_kept_file_makes_room_for_another(make: Make, small_disk: Path) -> Non
     check(held)
 
 
-def test_host_memory_for_the_blocks_is_reserved_first(make: Make, disk: Path) -> None:
-    """A pause, and a switch that reads a file, fail before a region is paused."""
-    drop_backups()
-    out, back = make("none"), make("disk")
-    held = blocks(back, [40 * MIB], seed=5)
-    memsaver.configure(host_limit=host_held_bytes() + 4 * MIB)
-    with pytest.raises(memsaver.BackupError, match="host_limit"):
-        back.pause()
-    assert (back.state, back.backup_bytes, used_on_disk(), unnamed_files(disk)) == ("active", 0, 0, [])
-    memsaver.configure(host_limit=None)
-    back.pause()
-    held += blocks(out, [40 * MIB])
-    memsaver.release_host_memory()
-    memsaver.configure(host_limit=host_held_bytes())
-    with pytest.raises(memsaver.BackupError, match="host_limit"):
-        memsaver.switch(pause=out.tag, resume=back.tag)
-    assert (out.state, back.state) == ("active", "paused")
-    held[1].check()
-    memsaver.configure(host_limit=None)
-    memsaver.switch(pause=out.tag, resume=back.tag)
-    held[0].check()
-
-
 # Where there is no directory
 
 

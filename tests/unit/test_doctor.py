@@ -240,19 +240,6 @@ def test_memory_beside_a_pool_that_exceeds_its_room_is_a_warning(fake: Fake) -> 
     assert fake.has(devices.holders, "warning", "leaves 2.00 GiB to others", "3.00 GiB")
 
 
-def test_bytes_of_no_listed_process_are_a_note(fake: Fake) -> None:
-    fake.held_by({}, unlisted=5 * GIB)
-    assert fake.has(devices.holders, "note", "no listed process 5.00 GiB")
-
-
-def test_the_host_device_of_another_process_is_found() -> None:
-    with Fill(leave=64 * MIB):  # by this process, which holds it for a process of the command
-        variables = {"MEMSAVER_HOST_DEVICE": ""}  # the shell names no device
-        done = run_python("from memsaver import cli; cli.main(['doctor', '--json'])", **variables)
-    found = [each for each in json.loads(done.stdout) if each["subject"] == "device memory"]
-    assert any(each["state"] == "warning" and f"(pid {os.getpid()})" in each["value"] for each in found), found
-
-
 # Libraries
 
 
@@ -268,21 +255,6 @@ def test_torchs_version_is_compared_with_those_that_were_run(
 ) -> None:
     monkeypatch.setattr(software, "version", lambda name: version)
     assert fake.has(software.torch, state, part)
-
-
-@pytest.mark.parametrize(
-    ("cuda", "driver", "expected"), [("13.0", 12080, "and the driver for CUDA 12"), (None, 13000, "without CUDA")]
-)
-def test_a_torch_that_does_not_fit_the_driver_is_an_error(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, cuda: str | None, driver: int, expected: str
-) -> None:
-    fake.driver(13000, [GPU])
-    monkeypatch.setattr(software, "version", lambda name: "2.11.0")
-    monkeypatch.setattr(software, "_cuda_of_torch", lambda: "12.8")
-    assert fake.is_fine(software.torch)
-    fake.driver(driver, [GPU])
-    monkeypatch.setattr(software, "_cuda_of_torch", lambda: cuda)
-    assert fake.has(software.torch, "error", expected)
 
 
 def test_versions_are_those_of_the_pages() -> None:
@@ -338,15 +310,6 @@ def test_variables_of_drop_ins(
     assert (exit_status(run([software.drop_ins], fake.machine)) == 2) == (state == "error")
 
 
-def test_the_file_of_drop_ins_is_read(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(startup, "file", lambda: tmp_path / "memsaver_drop_in.pth")
-    startup.install(["vllm", "tms"])
-    assert fake.has(software.drop_ins, "ok", "memsaver_drop_in.pth: vllm,tms")
-    assert fake.has(software.drop_ins, "note", "asked for")  # vLLM is not installed
-    fake.process({"LD_PRELOAD": str(startup.PRELOAD)})
-    assert fake.is_fine(software.drop_ins)
-
-
 def test_a_vllm_that_the_drop_in_does_not_accept_is_an_error(
     fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -357,26 +320,6 @@ def test_a_vllm_that_the_drop_in_does_not_accept_is_an_error(
     assert fake.has(software.drop_ins, "note", "vLLM 9.9.9 differs from the versions that memsaver knows")
     fake.machine.variables = {"MEMSAVER_DROP_IN": "vllm"}
     assert fake.has(software.drop_ins, "error", "vLLM 9.9.9 differs", "there is no")
-
-
-def test_an_accepted_vllm_and_its_list_of_plugins(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memsaver.drop_in import vllm
-
-    monkeypatch.setattr(software, "version", lambda name: "0.25.0" if name == "vllm" else None)
-    monkeypatch.setattr(vllm, "check", lambda version: None)
-    for plugins, state in (("", "ok"), ("other,memsaver", "ok"), ("other", "error")):
-        fake.machine.variables = {"MEMSAVER_DROP_IN": "vllm", "VLLM_PLUGINS": plugins}
-        assert fake.has(software.drop_ins, state, "0.25.0: its sources are accepted")
-
-
-def test_the_health_endpoint_of_sglang_must_not_generate(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"sglang": "0.5.17", "torch_memory_saver": "0.0.10"}
-    monkeypatch.setattr(software, "version", found.get)
-    assert fake.has(software.drop_ins, "ok", "0.5.17") and fake.has(software.drop_ins, "ok", "0.0.10; the drop-in has")
-    fake.machine.variables = {"MEMSAVER_DROP_IN": "tms"}
-    assert fake.has(software.drop_ins, "warning", "0.5.17; run on GPUs: 0.5.17")
-    fake.machine.variables = {"MEMSAVER_DROP_IN": "tms", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
-    assert not fake.has(software.drop_ins, "warning")
 
 
 # Variables
@@ -432,18 +375,6 @@ def test_variables_of_nccl(fake: Fake, variables: dict[str, str], state: str, pa
     assert exit_status(run([settings.nccl], fake.machine)) == (state == "warning")
 
 
-def test_processes_are_those_that_have_loaded_memsaver_but_for_its_commands(fake: Fake) -> None:
-    fake.process()
-    fake.process(pid=PID + 1, maps="7f00-7f01 r-xp 0 00:00 0 /usr/lib/libc.so.6\n")
-    fake.process(pid=PID + 2, command="python\0-m\0memsaver\0broker\0--device\0cpu")
-    fake.process(pid=PID + 3, command="/venv/bin/python\0/venv/bin/memsaver\0top")
-    assert [each.pid for each in fake.machine.processes] == [PID]
-    for pid in range(PID + 10, PID + 15):
-        fake.process(pid=pid)
-    [(_, who)] = fake.machine.by_value("MEMSAVER_JOB")
-    assert who.startswith("this shell, loop (pid ") and who.endswith(", 3 more")
-
-
 # The host
 
 
@@ -472,20 +403,6 @@ def test_the_cgroup_of_the_process_limits_its_backups(fake: Fake) -> None:
     assert fake.is_fine(host.host_memory)
     fake.write("/sys/fs/cgroup/job/memory.current", f"{8 * GIB}\n")
     assert fake.has(host.host_memory, "error", "only 1.00 GiB")
-
-
-def test_the_limit_of_the_process_limits_its_backups(fake: Fake) -> None:
-    fake.process({"MEMSAVER_HOST_LIMIT": "4GiB"})
-    fake.pool(client(region("weights", nbytes=5 * GIB), host_held_bytes=2 * GIB))
-    assert fake.has(host.host_memory, "error", "3.00 GiB more", "host_limit leaves 2.00 GiB")
-
-
-def test_processes_without_a_report_are_named(fake: Fake) -> None:
-    fake.process()
-    fake.held_by({PID: 5 * GIB})
-    assert fake.has(host.host_memory, "note", "without a report", f"loop (pid {PID}) holds 5.00 GiB")
-    fake.pool(client(region("weights")))
-    assert not fake.has(host.host_memory, "note")
 
 
 def test_limit_of_locked_memory(fake: Fake) -> None:
@@ -564,13 +481,6 @@ def test_a_pool_directory_that_cannot_be_used_is_an_error(
     assert fake.has(pools.pool_directory, "error", "expected an absolute path")
 
 
-def test_processes_of_several_jobs_are_a_note(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("MEMSAVER_POOL_DIR", raising=False)
-    assert fake.is_fine(pools.pool_directory) and not fake.has(pools.pool_directory, "note")
-    fake.process({"MEMSAVER_JOB": "rl-7"})
-    assert fake.has(pools.pool_directory, "note", "rl-7: loop", "not set: this shell")
-
-
 def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     with Local() as broker, monkeypatch.context() as patch:
         patch.setenv("MEMSAVER_POOL_DIR", str(broker.directory))
@@ -588,16 +498,6 @@ def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch:
         assert "broker --stop" in wrong.remedy
         with pytest.raises(memsaver.BrokerError, match=f"\n{errors.CHECKED}$"):
             broker.status()
-
-
-def test_a_broker_without_clients_that_keeps_memory_is_a_note(fake: Fake) -> None:
-    fake.pool(idle_bytes=0)
-    assert fake.has(pools.brokers, "ok", "0 clients, capacity 8.00 GiB")
-    fake.machine.brokers.clear()
-    fake.pool(idle_bytes=3 * GIB)
-    assert fake.has(pools.brokers, "note", "idle 3.00 GiB")
-    fake.pool(client(region("a")), idle_bytes=3 * GIB)
-    assert fake.has(pools.brokers, "ok", "1 clients")
 
 
 def test_a_broker_that_does_not_answer_is_an_error(fake: Fake) -> None:

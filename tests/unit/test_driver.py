@@ -74,8 +74,6 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
         yield made
 
 
-
-
 def refused(call: Callable[[], object]) -> memsaver.DriverError:
     with pytest.raises(memsaver.DriverError) as caught:
         call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,16 +159,6 @@ def test_policies_of_a_phase_apply_to_late_and_lingering_regions(sides: Sides) -
         memsaver.phase("rollout", backup={"nothing": "none"}).__enter__()
 
 
-def test_wrong_phases_are_refused(sides: Sides) -> None:
-    for options in ({"late": "a"}, {"lingering": ["b", "a"]}, {"late": memsaver.region("a", "cpu")}):
-        with pytest.raises(ValueError, match="phase 'wrong' names .*'a'.* twice"):
-            memsaver.define_phase("wrong", ["a"], **options)
-    with pytest.raises(TypeError, match="late is 3, expected a tag"):
-        memsaver.define_phase("wrong", [], late=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="expected an object with register_step_pre_hook"):
-        memsaver.wait_before_step(3, [])  # type: ignore[arg-type]
-
-
 # Groups
 
 
@@ -264,18 +253,6 @@ def test_late_tags_of_a_turn_come_one_after_the_other(make: Make) -> None:
     assert [each.state for each in (first, second)] == ["paused", "paused"]
 
 
-def test_wrong_parts_of_a_role_are_refused(sides: Sides) -> None:
-    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
-    wrong: list[tuple[type[Exception], str, Any]] = [
-        (ValueError, "has 'later', expected 'resident', 'late', 'lingering'", {"later": ["a"]}),
-        (ValueError, "names 'a' twice", {"resident": ["a"], "late": ["a"]}),
-        (TypeError, "late is 'a', expected a list of tags", {"late": "a"}),
-    ]
-    for kind, text, parts in wrong:
-        with pytest.raises(kind, match=f"phase 'on' for 'engine'.*{text}"):
-            ray.Group(engine=ray.Colocated(), phases={"on": {"engine": parts}})
-
-
 # Found by a review
 
 
@@ -319,27 +296,6 @@ def test_a_thread_in_a_lingering_region_is_an_error_before_anything_moves(sides:
     with sides.cache, pytest.raises(memsaver.Error, match="is inside it"):
         memsaver.phase("train").__enter__()
     assert sides.states == before == ["paused", "paused", "active"]
-
-
-@pytest.mark.parametrize("overrides", [False, True])
-def test_late_tags_of_async_members_without_a_lasting_loop_come(sides: Sides, overrides: bool) -> None:
-    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
-
-    class Member(ray.AsyncColocated):  # type: ignore[misc,name-defined]
-        pass
-
-    if overrides:
-
-        async def resume(self: Any, tags: Any = None, **options: Any) -> Any:
-            await asyncio.sleep(0.01)
-            return await ray.AsyncColocated.resume(self, tags, **options)
-
-        Member.resume = resume
-    group = group_of(sides, Member(), Member())
-    for _ in range(5):
-        group.enter("rollout", timeout=60)
-        group.enter("train", timeout=60)
-        sides.optimizer.wait(timeout=20)
 
 
 def test_a_resident_tag_that_is_derived_from_a_late_one_is_refused_before_anything_moves(

@@ -325,13 +325,3 @@ def test_torchs_error_has_the_rows_as_notes(make: Make) -> None:
     notes = caught.value.__notes__
     assert len(notes) == 1 and f"region {outer.tag} (active)" in notes[0]
     del held
-
-
-def test_torchs_memory_outside_of_regions_is_one_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reports._torch_bytes("cuda:0", 0) == 0  # not in use
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100)
-    for device, inside, expected in (("cuda:0", 60, 40), ("cuda:0", 101, 0), ("cpu", 0, 0)):
-        assert reports._torch_bytes(device, inside) == expected
-    monkeypatch.delattr(torch.cuda, "memory_reserved")
-    assert reports._torch_bytes("cuda:0", 60) == 0

@@ -15,7 +15,6 @@ import pytest
 
 from memsaver.broker import monitor, procfs
 from memsaver.broker.monitor import Process, ProcessMonitor
-from memsaver.broker.protocol import RefusedError
 from tests.support import end_main_thread
 
 
@@ -275,28 +274,3 @@ def test_children_without_the_sentinel_and_their_children_are_found(
         world.kill(pid)
         world.turn(lambda: pid not in process.children.values())  # noqa: B023
     world.turn(lambda: len(world.said) == 2)
-
-
-def test_a_reused_pid_is_watched_as_a_new_process(world: World) -> None:
-    process, write = world.client()
-    os.close(write)
-    world.kill(process.pid)
-    with pytest.raises(ProcessLookupError):
-        world.monitor.watch(process.pid)
-    world.look()
-    assert world.said[0] == ("exited", process.pid)
-    world.turn(lambda: len(world.said) == 2)
-
-
-def test_children_that_cannot_be_watched_refuse_a_client(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*_: object) -> list[int]:
-        raise OSError(errno.EMFILE, "too many open files")
-
-    monkeypatch.setattr(procfs, "inheritors", exhausted)
-    process = world.monitor.watch(world.fork())
-    read, write = os.pipe()
-    with pytest.raises(RefusedError, match=f"children of process {process.pid} cannot be watched: too many") as caught:
-        world.monitor.add_sentinel(process, files := [read])
-    assert caught.value.code == "exhausted"
-    os.close(write)
-    os.close(files[0])

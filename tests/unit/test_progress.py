@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import logging
-import os
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,27 +96,6 @@ def test_copies_count_while_later_memory_is_mapped(make: Make, lazy: bool) -> No
     block.check()
 
 
-def test_blocks_of_a_file_count_one_by_one(make: Make, tmp_path: Path) -> None:
-    memsaver.configure(disk_dir=tmp_path)
-    region = make("disk")
-    block = Block(region, ALL)
-    controls.hold("cuMemcpyDtoHAsync", after=12)  # of 8 MiB
-    moving = memsaver.start(pause=region)
-    core = under_way()
-    until(lambda: core.progress == (BATCH, ALL))
-    assert controls.stopped("cuMemcpyDtoHAsync")
-    controls.go_on("cuMemcpyDtoHAsync")
-    assert (moving.result(60).copied_bytes, core.progress) == (ALL, (ALL, ALL))
-    controls.hold("cuMemcpyHtoDAsync", after=3)
-    moving = memsaver.start(resume=region)
-    core = under_way()
-    until(lambda: core.progress == (24 * MIB, ALL))
-    assert controls.stopped("cuMemcpyHtoDAsync")
-    controls.go_on("cuMemcpyHtoDAsync")
-    assert (moving.result(60).copied_bytes, core.progress) == (ALL, (ALL, ALL))
-    block.check()
-
-
 def test_a_second_attempt_of_a_resume_counts_from_the_beginning(make: Make) -> None:
     region = make("host")
     block = warm(region)
@@ -198,26 +174,6 @@ def test_a_log_line_takes_the_place_of_a_bar_without_a_terminal(
     assert not is_shown()
     assert stderr.getvalue() == ""
     region.resume()
-    block.check()
-
-
-def test_an_error_closes_the_bar_and_is_that_of_the_call(
-    make: Make, stderr: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    region = make("host")
-    block = warm(region)
-    region.pause()
-    controls.fail("cuMemcpyHtoDAsync", 999, controls.FOREVER)
-    with pytest.raises(memsaver.DriverError, match="cuMemcpyHtoDAsync") as caught:
-        region.resume(progress=True)
-    assert caught.value.code == 999
-    assert not is_shown() and stderr.getvalue().endswith("\n")
-    controls.disarm()
-    unhandled: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", unhandled.append)
-    monkeypatch.setattr(stderr, "write", functools.partial(os.write, -1))  # an error of the display is none of the call
-    region.resume(progress=True)
-    assert unhandled == []
     block.check()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,8 @@ import torch
 import memsaver
 from memsaver._torch import checksums
 from memsaver._torch.checksums import block_sums
-from memsaver.broker import discovery
 from tests import controls
-from tests.support import KIB, MIB, Make, Sweep, blocks, check, host_held_bytes, run_program
+from tests.support import KIB, MIB, Make, Sweep, blocks, check, host_held_bytes
 
 BLOCK = 8 * MIB
 SIZES = [70 * MIB, 3 * KIB, 90 * MIB + 512, 5 * MIB]  # several batches of copies
@@ -174,17 +172,6 @@ def test_a_frozen_region_is_compared_once(make: Make, tag: str, monkeypatch: pyt
     check(held)
 
 
-def test_a_switch_moves_the_copy_out_and_in(make: Make, tag: str) -> None:
-    one, other = make("host", same_as=tag), make("host", same_as=tag + "b")
-    first, second = blocks(one, [BLOCK, KIB]), blocks(other, [BLOCK + KIB], 7)
-    one.pause()
-    for _ in range(2):
-        memsaver.switch(pause=other, resume=one)
-        check(first)
-        memsaver.switch(pause=one, resume=other)
-        check(second)
-
-
 def test_wrong_arguments(make: Make, tag: str) -> None:
     for backup in ("none", "disk"):
         with pytest.raises(ValueError, match=f"same_as is {tag!r} and backup is {backup!r}, expected 'host'"):
@@ -198,16 +185,6 @@ def test_wrong_arguments(make: Make, tag: str) -> None:
     with pytest.raises(ValueError, match=f"same_as is 'x', but region {region.tag!r} was made with {tag!r}"):
         make("host", region.tag, same_as="x")
     assert make("host", region.tag) is region
-
-
-def test_a_process_of_another_pid_namespace_is_refused(make: Make, tag: str) -> None:
-    make("host", same_as=tag)
-    code = f"import memsaver; memsaver.region('a', 'cpu', 'host', same_as={tag!r})"
-    command = ["unshare", "--user", "--map-current-user", "--pid", "--fork", sys.executable, "-c", code]
-    done = run_program(command, timeout=60)
-    if "unshare" in done.stderr.splitlines()[-1]:
-        pytest.skip("this system makes no pid namespaces")
-    assert "a process in another pid namespace has it" in done.stderr
 
 
 def test_every_changed_byte_changes_a_sum_of_its_block_alone() -> None:
@@ -239,11 +216,3 @@ def test_sums_do_not_depend_on_the_parts() -> None:
     array = np.frombuffer(random.Random(2).randbytes(BLOCK + 3000), np.uint8)
     parts = [array[:3], array[3 : BLOCK - 1], array[BLOCK - 1 :]]
     assert sums(*(each.copy() for each in parts)) == sums(array)
-
-
-def test_the_file_is_of_the_job(tag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MEMSAVER_POOL_DIR", str(tmp_path))
-    one = discovery.common_path(tag)
-    monkeypatch.setenv("MEMSAVER_JOB", "job")
-    assert one.parent == tmp_path and discovery.common_path(tag) == tmp_path / "job-job" / one.name
-    assert discovery.common_path(tag + "x").name != one.name

@@ -88,21 +88,6 @@ def test_write_to_a_frozen_region_raises(tag: str) -> None:
         region.resume()
 
 
-def test_switch_compares_the_resumed_side(tag: str) -> None:
-    one, other = memsaver.region(tag + "1", "cpu", "host"), memsaver.region(tag + "2", "cpu", "host")
-    x, y = one.empty(MIB, torch.uint8), other.empty(MIB, torch.uint8)
-    x.fill_(1)
-    y.fill_(2)
-    one.pause()
-    flip_backup(x, 3)
-    with pytest.raises(memsaver.VerifyError) as raised:
-        memsaver.switch(pause=other, resume=one)
-    assert raised.value.tag == one.tag
-    assert (one.state, other.state) == ("active", "paused")
-    other.resume()
-    assert bool((y == 2).all())
-
-
 def test_next_transition_waits_for_the_comparison(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     region = memsaver.region(tag, "cpu", "host")
     x = region.empty(MIB, torch.uint8)
