@@ -30,12 +30,12 @@ from tests.support import (
     blocks,
     check,
     free_bytes,
-    host_held_bytes,
     host_used_bytes,
     until,
 )
 
-CHUNK = 32 * MIB
+CHUNK = PAGE
+LARGE = 32 * MIB  # four in a batch of copies ahead, two in one of a pause
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +50,14 @@ def disk(tmp_path: Path) -> None:
     memsaver.configure(disk_dir=tmp_path)
 
 
-def lazily(make: Make, backup: str = "host", chunks: int = 4, **options: object) -> tuple[memsaver.Region, list[Block]]:
+def lazily(
+    make: Make, backup: str = "host", chunks: int = 4, size: int = CHUNK, **options: object
+) -> tuple[memsaver.Region, list[Block]]:
     """A region with some chunks and their blocks, which is paused lazily."""
     region = make(backup, **options)
-    held = [Block(region, CHUNK, seed) for seed in range(chunks)]
+    held = [Block(region, size, seed) for seed in range(chunks)]
     region.pause(lazy=True)
-    assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, chunks * CHUNK)
+    assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, chunks * size)
     return region, held
 
 
@@ -78,20 +80,20 @@ def test_turns_of_sides_that_both_fit_copy_nothing(make: Make) -> None:
 
 
 def test_a_demand_takes_what_it_lacks_and_a_resume_copies_only_that_back(make: Make) -> None:
-    one, held = lazily(make)
+    one, held = lazily(make, size=LARGE)
     two = make("host")
-    more = blocks(two, [3 * CHUNK])
+    more = blocks(two, [3 * LARGE])
     two.pause()
-    with Fill(leave=CHUNK + 10 * MIB):
+    with Fill(leave=LARGE + 10 * MIB):
         two.resume()
-        assert (one.backup_bytes, one.offered_bytes) == (2 * CHUNK, 2 * CHUNK)  # 54 MiB are lacking
+        assert (one.backup_bytes, one.offered_bytes) == (2 * LARGE, 2 * LARGE)  # 54 MiB are lacking
         more += blocks(two, [20 * MIB])
-        assert one.offered_bytes == CHUNK  # 10 MiB were free
+        assert one.offered_bytes == LARGE  # 10 MiB were free
         more += blocks(two, [5 * MIB])
-        assert one.offered_bytes == CHUNK
+        assert one.offered_bytes == LARGE
         done = memsaver.switch(pause=two.tag, resume=one.tag, lazy=True)
-        assert done.copied_bytes <= 3 * CHUNK + two.backup_bytes
-        assert two.backup_bytes <= 3 * CHUNK
+        assert done.copied_bytes <= 3 * LARGE + two.backup_bytes
+        assert two.backup_bytes <= 3 * LARGE
     two.resume()
     check(held + more)
 
@@ -133,21 +135,21 @@ def test_the_option_is_the_default_of_pauses(make: Make) -> None:
         memsaver.configure(lazy="copies")
     memsaver.configure(lazy=True)
     region, other = make("host"), make("host")
-    held = [Block(each, CHUNK, 1) for each in (region, other)]
+    held = [Block(each, LARGE, 1) for each in (region, other)]
     memsaver.pause([region, other], lazy={other.tag: False})
-    assert (region.offered_bytes, other.offered_bytes) == (CHUNK, 0)
+    assert (region.offered_bytes, other.offered_bytes) == (LARGE, 0)
     region.pause(lazy=False)
-    assert (region.offered_bytes, region.backup_bytes) == (0, CHUNK)
+    assert (region.offered_bytes, region.backup_bytes) == (0, LARGE)
     memsaver.resume([region, other])
     memsaver.define_phase("lazy", region)
     memsaver.define_phase("lazy other", other)
     with memsaver.phase("lazy"):
-        assert other.offered_bytes == CHUNK
+        assert other.offered_bytes == LARGE
     other.resume()
     memsaver.configure(lazy="copy")
     other.pause()
     wait_for_copies(other, 1)
-    assert other.offered_bytes == CHUNK
+    assert other.offered_bytes == LARGE
     other.resume()
     memsaver.configure(lazy=False)
     check(held)
@@ -158,7 +160,7 @@ def test_the_option_is_the_default_of_pauses(make: Make) -> None:
 
 def test_contents_that_are_not_kept_are_given_without_a_copy(make: Make) -> None:
     for backup, options in (("none", {}), ("host", {"frozen": True})):
-        region, held = lazily(make, backup, **options)
+        region, held = lazily(make, backup, size=LARGE, **options)
         region.resume()
         region.pause()  # a frozen region has its copy from here on
         region.resume()
@@ -167,10 +169,10 @@ def test_contents_that_are_not_kept_are_given_without_a_copy(make: Make) -> None
         controls.disarm()
         with Fill(leave=0):
             controls.arm(1, "error", "cuMemcpyDtoHAsync")
-            blocks(make("none"), [CHUNK])
+            blocks(make("none"), [LARGE])
             assert controls.calls() == 0
             controls.disarm()
-        assert (host_used_bytes(), region.offered_bytes) == (used, 3 * CHUNK)
+        assert (host_used_bytes(), region.offered_bytes) == (used, 3 * LARGE)
         del held
 
 
@@ -178,12 +180,12 @@ def test_contents_that_are_not_kept_are_given_without_a_copy(make: Make) -> None
 def test_a_small_demand_takes_a_share_of_what_needs_no_copy(make: Make, backup: str, taken: int) -> None:
     """A program that allocates step by step does not wait in each step. Large chunks stay."""
     region, large = make(backup), make(backup)
-    held = blocks(region, [MIB] * 64), blocks(large, [CHUNK])
+    held = blocks(region, [MIB] * 64), blocks(large, [LARGE])
     memsaver.pause([region, large], lazy=True)
     before = region.offered_bytes
     with Fill(leave=0):
         one = blocks(make("none"), [MIB])
-        assert (before - region.offered_bytes, large.offered_bytes) == (taken * PAGE, CHUNK)
+        assert (before - region.offered_bytes, large.offered_bytes) == (taken * PAGE, LARGE)
     memsaver.resume([region, large])
     del held, one
 
@@ -279,10 +281,10 @@ def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, threads: ThreadPo
 
 @pytest.mark.parametrize("way", ["allocation", "pause", "read"])
 def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, threads: ThreadPoolExecutor, way: str) -> None:
-    region, held = lazily(make, chunks=1)
+    region, held = lazily(make, chunks=1, size=LARGE)
     one, two = make("none"), make("none")
     begin: dict[str, Callable[[], object]] = {
-        "allocation": lambda: one.empty(CHUNK // 2, torch.uint8),
+        "allocation": lambda: one.empty(LARGE // 2, torch.uint8),
         "pause": region.pause,
         "read": lambda: memsaver.cpu_backup(held[0].tensor, clone=True),
     }
@@ -291,7 +293,7 @@ def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, threads: Thr
             first = threads.submit(begin[way])
             until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
             with ThreadPoolExecutor(1) as pool:
-                second = pool.submit(lambda: two.empty(CHUNK // 2, torch.uint8))
+                second = pool.submit(lambda: two.empty(LARGE // 2, torch.uint8))
                 with pytest.raises(TimeoutError):
                     second.result(1.2)  # an allocation waits for a second for what comes back from other threads
                 controls.go_on("cuMemcpyDtoHAsync")
@@ -320,13 +322,13 @@ def test_a_failed_copy_keeps_its_host_memory_until_no_copy_is_queued(make: Make,
 @pytest.mark.parametrize("backup", ["host", "disk"])
 def test_the_bound_of_a_pause_ends_copies_of_offered_chunks(make: Make, backup: str) -> None:
     """Those that have ended remain, and the next pause copies the others, to the memory that the first one took."""
-    region, held = lazily(make, backup)
+    region, held = lazily(make, backup, size=LARGE)
     with pytest.raises(memsaver.WaitTimeoutError) as caught:
         region.pause(timeout=0)
     assert caught.value.stage == "backup"
-    assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, 2 * CHUNK)  # after one batch
+    assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, 2 * LARGE)  # after one batch
     region.pause()
-    assert (region.offered_bytes, region.backup_bytes) == (0, 4 * CHUNK)
+    assert (region.offered_bytes, region.backup_bytes) == (0, 4 * LARGE)
     region.resume()
     check(held)
 
@@ -337,23 +339,23 @@ def paused_s(region: memsaver.Region) -> float:
 
 def test_a_shortage_of_host_memory_keeps_the_other_chunks(make: Make) -> None:
     memsaver.release_host_memory()
-    region, held = lazily(make)
-    memsaver.configure(host_limit=host_held_bytes() + 2 * CHUNK)
+    region, held = lazily(make, size=LARGE)
+    memsaver.configure(host_limit=host_used_bytes() + 2 * LARGE)  # others may hold idle memory
     paused = time.monotonic()
     time.sleep(0.05)
     with Fill(leave=0):
-        more = blocks(make("none"), [CHUNK])
+        more = blocks(make("none"), [LARGE])
         elapsed = time.monotonic() - paused
-        assert region.backup_bytes == CHUNK and paused_s(region) > elapsed - 0.01
+        assert region.backup_bytes == LARGE and paused_s(region) > elapsed - 0.01
         for late in (make("none"), make("none")):
             with pytest.raises(memsaver.OutOfMemoryError, match="cannot be copied: .*host_limit is") as raised:
-                late.empty(3 * CHUNK, torch.uint8)
+                late.empty(3 * LARGE, torch.uint8)
             [(pid, _, offered, why)] = raised.value.unused
-            assert (pid, offered, why[:13]) == (os.getpid(), 2 * CHUNK, "offers chunks")
-        assert (region.backup_bytes, region.offered_bytes) == (2 * CHUNK, 2 * CHUNK)
+            assert (pid, offered, why[:13]) == (os.getpid(), 2 * LARGE, "offers chunks")
+        assert (region.backup_bytes, region.offered_bytes) == (2 * LARGE, 2 * LARGE)
         with pytest.raises(memsaver.BackupError):
             region.pause()
-        assert region.offered_bytes == 2 * CHUNK
+        assert region.offered_bytes == 2 * LARGE
         del more
     region.resume()
     check(held)
@@ -413,14 +415,14 @@ def test_one_handle_stays_with_its_segment(make: Make) -> None:
 def ahead(make: Make, backup: str = "host", chunks: int = 8, **options: object) -> tuple[memsaver.Region, list[Block]]:
     """A region whose contents are copied ahead of a demand, in batches of four chunks."""
     region = make(backup, **options)
-    held = [Block(region, CHUNK, seed) for seed in range(chunks)]
+    held = [Block(region, LARGE, seed) for seed in range(chunks)]
     region.pause(lazy="copy")
     return region, held
 
 
 def wait_for_copies(region: memsaver.Region, chunks: int = 8) -> None:
     """Until so many chunks have been copied, and none is mapped."""
-    until(lambda: (region.backup_bytes, region.mapped_bytes) == (chunks * CHUNK, 0), within_s=20.0)
+    until(lambda: (region.backup_bytes, region.mapped_bytes) == (chunks * LARGE, 0), within_s=20.0)
 
 
 def copied_out() -> float:
@@ -433,16 +435,16 @@ def test_a_demand_copies_nothing_that_was_copied_ahead(make: Make) -> None:
     other = make("none")
     for turn in range(2):
         wait_for_copies(region)
-        assert (region.state, region.offered_bytes) == ("paused", 8 * CHUNK)
+        assert (region.state, region.offered_bytes) == ("paused", 8 * LARGE)
         with pytest.raises(memsaver.RegionPausedError):
             region.empty(1)
         copies = controls.count("cuMemcpyDtoHAsync")
         with Fill(leave=0):
-            more = blocks(other, [3 * CHUNK])
-            assert region.offered_bytes == 5 * CHUNK
+            more = blocks(other, [3 * LARGE])
+            assert region.offered_bytes == 5 * LARGE
             del more
         assert controls.count("cuMemcpyDtoHAsync") == copies
-        assert region.resume().copied_bytes == 3 * CHUNK
+        assert region.resume().copied_bytes == 3 * LARGE
         check(held)
         held[0].fill(turn + 50)
         region.pause(lazy="copy")
@@ -455,19 +457,19 @@ def test_contents_for_a_disk_are_not_copied_ahead(make: Make) -> None:
     region, held = ahead(make, "disk")
     also, more = ahead(make)
     wait_for_copies(also)
-    assert (region.backup_bytes, region.offered_bytes) == (0, 8 * CHUNK)
+    assert (region.backup_bytes, region.offered_bytes) == (0, 8 * LARGE)
     memsaver.resume([region, also])
     check(held + more)
 
 
 def test_a_demand_takes_copied_chunks_first(make: Make) -> None:
-    first, held = lazily(make)
+    first, held = lazily(make, size=LARGE)
     region, more = ahead(make, chunks=4)
     wait_for_copies(region, 4)
     copies = controls.count("cuMemcpyDtoHAsync")
     with Fill(leave=0):
-        blocks(make("none"), [3 * CHUNK])
-    assert (first.offered_bytes, region.offered_bytes) == (4 * CHUNK, CHUNK)
+        blocks(make("none"), [3 * LARGE])
+    assert (first.offered_bytes, region.offered_bytes) == (4 * LARGE, LARGE)
     assert controls.count("cuMemcpyDtoHAsync") == copies
     memsaver.resume([first, region])
     check(held + more)
@@ -477,7 +479,7 @@ def test_a_demand_takes_copied_chunks_first(make: Make) -> None:
 def copies_in(make: Make, threads: ThreadPoolExecutor) -> Iterator[Callable[[], memsaver.Region]]:
     """Begins a resume whose copy in is held. Twice at most."""
     regions = [make("host"), make("host")]
-    held = [Block(each, CHUNK, seed) for seed, each in enumerate(regions)]  # alive as long as the fixture
+    held = [Block(each, LARGE, seed) for seed, each in enumerate(regions)]  # alive as long as the fixture
     memsaver.pause(regions)
 
     def begin() -> memsaver.Region:
@@ -495,7 +497,7 @@ def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
     make: Make, copies_in: Callable[[], memsaver.Region]
 ) -> None:
     region = make("host")
-    held = blocks(region, 12 * [CHUNK])
+    held = blocks(region, 12 * [LARGE])
     with controls.held("cuMemcpyHtoDAsync"):
         copies_in()
         copies = controls.count("cuMemcpyDtoHAsync")
@@ -509,7 +511,7 @@ def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
         controls.go_on("cuMemcpyDtoHAsync")
         wait_for_copies(region, 4)  # the batch that had begun
         time.sleep(0.5)
-        assert region.backup_bytes == 4 * CHUNK
+        assert region.backup_bytes == 4 * LARGE
     wait_for_copies(region, 12)
     region.resume()
     check(held)
@@ -517,7 +519,7 @@ def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
 
 def test_copies_ahead_wait_for_a_transition_of_the_region(make: Make, copies_in: Callable[[], memsaver.Region]) -> None:
     region = make("host")
-    held = blocks(region, 2 * [CHUNK])
+    held = blocks(region, 2 * [LARGE])
     with controls.held("cuMemcpyHtoDAsync"):
         other = copies_in()
         region.pause(lazy="copy")
@@ -534,7 +536,7 @@ def test_copies_ahead_wait_for_a_transition_of_the_region(make: Make, copies_in:
 @pytest.mark.parametrize("way", ["allocation", "resume", "pause", "read"])
 def test_copies_ahead_stop_for_a_demand(make: Make, threads: ThreadPoolExecutor, way: str) -> None:
     begin: dict[str, Callable[[], object]] = {
-        "allocation": lambda: make("none").empty(CHUNK, torch.uint8),
+        "allocation": lambda: make("none").empty(LARGE, torch.uint8),
         "resume": lambda: region.resume(),
         "pause": lambda: region.pause(),
         "read": lambda: memsaver.cpu_backup(held[9].tensor, clone=True),
@@ -554,11 +556,11 @@ def test_copies_ahead_stop_for_a_demand(make: Make, threads: ThreadPoolExecutor,
             found = demand.result(10)
     if way == "resume":  # after the batch that had begun
         until(lambda: copied_out() > before)
-        assert (found.copied_bytes, copied_out() - before) == (0, 4 * CHUNK)  # type: ignore[attr-defined]
+        assert (found.copied_bytes, copied_out() - before) == (0, 4 * LARGE)  # type: ignore[attr-defined]
     elif way == "pause":
-        assert found.copied_bytes == 8 * CHUNK  # type: ignore[attr-defined]
+        assert found.copied_bytes == 8 * LARGE  # type: ignore[attr-defined]
     elif way == "allocation":
-        until(lambda: region.offered_bytes == 11 * CHUNK)
+        until(lambda: region.offered_bytes == 11 * LARGE)
     region.resume()
     check(held)
 
@@ -590,7 +592,7 @@ def test_a_close_waits_for_a_copy_ahead(make: Make, threads: ThreadPoolExecutor)
 def test_copies_ahead_end_without_host_memory_and_chunks_stay_offered(make: Make) -> None:
     make()  # opens the device
     memsaver.release_host_memory()
-    memsaver.configure(host_limit=host_used_bytes() + 5 * CHUNK)  # others may hold idle memory
+    memsaver.configure(host_limit=host_used_bytes() + 5 * LARGE)  # others may hold idle memory
     maps = controls.count("cuMemMap")
     region, held = ahead(make)
     maps += 8  # of the blocks
@@ -598,10 +600,10 @@ def test_copies_ahead_end_without_host_memory_and_chunks_stay_offered(make: Make
     wait_for_copies(region, 4)
     memsaver.configure(host_limit=None)
     time.sleep(0.1)
-    assert (region.state, region.offered_bytes, region.backup_bytes) == ("paused", 8 * CHUNK, 4 * CHUNK)
+    assert (region.state, region.offered_bytes, region.backup_bytes) == ("paused", 8 * LARGE, 4 * LARGE)
     with Fill(leave=0):
-        blocks(make("none"), [6 * CHUNK])
-        assert (region.offered_bytes, region.backup_bytes) == (2 * CHUNK, 6 * CHUNK)
+        blocks(make("none"), [6 * LARGE])
+        assert (region.offered_bytes, region.backup_bytes) == (2 * LARGE, 6 * LARGE)
     region.resume()
     check(held)
 
@@ -620,7 +622,7 @@ def test_a_call_that_fails_in_a_copy_ahead_loses_nothing(make: Make, call: str) 
             controls.arm(nth, kind, call)
             region.pause(lazy="copy")
             until(lambda: controls.calls() >= nth)  # noqa: B023
-            until(lambda: (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, 8 * CHUNK))
+            until(lambda: (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, 8 * LARGE))
             controls.disarm()
             region.resume()
             check(held)
