@@ -86,20 +86,3 @@ def test_a_demand_copies_nothing_that_was_copied_beside_kernels(fresh: Make, nei
         memsaver.trim(other.tag)
         assert region.resume().copied_bytes == given
     check(held, 7)
-
-
-def test_an_allocation_of_torch_gets_offered_memory(fresh: Make, neighbour: Neighbour) -> None:
-    """In a region, by torch's allocator, with kernels that wrote to the offered memory directly before."""
-    region, other = fresh("offered", "host"), fresh("other")
-    held = numbers(region, 2 * GIB, 5)
-    torch.cuda._sleep(1 << 28)
-    held.add_(1)
-    region.pause(lazy=True)
-    neighbour.hold(keep=512 * MIB)
-    with other:
-        more = torch.full((GIB // 8,), 3, dtype=torch.int64, device="cuda")
-    assert region.backup_bytes >= 512 * MIB - TAKEN
-    neighbour.tell("release")
-    assert bool((more == 3).all())
-    region.resume()
-    check(held, 6)

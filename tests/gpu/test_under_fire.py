@@ -216,7 +216,7 @@ def test_a_free_leaves_a_capture_alone_that_torch_did_not_begin(fresh: Make) -> 
     assert bool((value == 1).all())  # the captured kernel did not run
 
 
-# Bounds, and a context that has died: in processes of their own
+# Bounds, a context that has died, several devices: in processes of their own
 
 
 def test_a_bounded_pause_behind_a_kernel_raises_and_changes_nothing() -> None:
@@ -230,3 +230,9 @@ def test_a_bounded_pause_behind_a_kernel_of_twenty_seconds_raises_in_time() -> N
 
 def test_contents_are_read_whole_after_an_illegal_access(tmp_path: Path) -> None:
     in_process(f"read_after_an_illegal_access({str(tmp_path)!r})")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU only")
+@pytest.mark.parametrize("first", [0, 1])
+def test_copies_and_kernels_between_regions_of_two_devices_keep_contents(first: int) -> None:
+    in_process(f"copies_between_devices({first})")

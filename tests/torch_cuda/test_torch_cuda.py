@@ -80,45 +80,6 @@ def test_regions_before_2_10_refuse_expandable_segments(version: str) -> None:
     )
 
 
-def test_the_default_pool_leaves_and_returns(with_default_pool: str) -> None:
-    run(
-        with_default_pool,
-        """
-        region = memsaver.default_pool()
-        owns = lambda tensor: region.owns(tensor.data_ptr())
-        kept, cached = full(100, 1), full(1000, 2)
-        del cached
-        done = memsaver.pause("torch")
-        assert region.mapped_bytes == 0 and done.copied_bytes < 150 * MIB, "free blocks are not copied"
-        before = torch.cuda.memory_reserved()
-        held = []
-        thread = threading.Thread(target=lambda: held.append(full(200, 4)))
-        thread.start(), thread.join()
-        beside = full(300, 3)
-        assert not owns(beside) and not owns(held[0]), "a free block of a paused segment was handed out"
-        torch.cuda.empty_cache()
-        memsaver.resume("torch")
-        assert holds(kept, 1) and holds(beside, 3) and holds(held[0], 4) and owns(kept)
-        after = full(300, 5)
-        assert owns(after)
-        del beside, held
-        torch.cuda.empty_cache()
-        assert region.mapped_bytes <= 500 * MIB and torch.cuda.memory_reserved() <= 510 * MIB
-        assert holds(kept, 1) and holds(after, 5)
-        weights = memsaver.region("weights", backup="host")
-        with weights:
-            memsaver.pause("torch")
-            inner = full(50, 6)
-        assert weights.owns(inner.data_ptr()), "the region that the thread is inside comes first"
-        memsaver.switch(pause="weights", resume="torch")
-        assert holds(kept, 1) and holds(after, 5)
-        memsaver.resume()
-        assert holds(inner, 6)
-        """,
-        late=True,
-    )
-
-
 def test_tensors_made_beside_the_paused_pool_are_freed_one_by_one(with_default_pool: str) -> None:
     """torch frees a pool over expandable segments that is dropped while a tensor has a part of one."""
     run(

@@ -10,7 +10,7 @@ import pytest
 
 import memsaver
 from memsaver import _core
-from tests.support import MIB, Block, Make, blocks, check, host_held_bytes, host_used_bytes, run_clean
+from tests.support import MIB, Block, Make, blocks, check, host_held_bytes, host_used_bytes
 
 
 class Guard:
@@ -147,23 +147,3 @@ def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(mak
     assert (region.state, region.mapped_bytes) == ("paused", 0)
     region.resume()
     check(held)
-
-
-def test_the_process_exits_after_pending_transitions() -> None:
-    """An error that nobody asks for is silent."""
-    said = run_clean("""
-        import atexit, sys, memsaver
-        region = memsaver.region("a", device="cpu", backup="host")
-        other = memsaver.region("b", device="cpu", backup="host")
-        held = [region._core.allocate_array(150 << 20), other._core.allocate_array(30 << 20)]
-        other.pause()
-        memsaver.configure(host_limit=0)
-        memsaver.start(pause="a")
-        memsaver.start(resume="a").result()
-        memsaver.configure(host_limit=None)
-        atexit.register(lambda: print(region.state, other.state))
-        moves = [memsaver.start(pause=region), memsaver.start(resume=other), memsaver.start(resume=region)]
-        moves.append(memsaver.start(pause="a", resume="b"))
-        sys.exit(0)
-    """)
-    assert said == "paused active\n"

@@ -5,13 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import random
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,10 +16,9 @@ import pytest
 import memsaver
 from memsaver import _core
 from tests import controls
-from tests.support import MIB, PAGE, descriptors, environment, fresh_device, random_bytes
+from tests.support import MIB, PAGE, descriptors, random_bytes
 
 DEVICES = ["cpu"] + (["cuda:0"] if _core.cuda_device_count() else [])
-HOST = ["cpu"]
 
 
 class Bench:
@@ -419,35 +414,3 @@ def test_a_copy_whose_memory_was_unmapped_ends_the_context(memory: Memory, virtu
     driver.unmap(memory.address, PAGE)
     assert refused(driver.finish_copies).code == 700
     assert_lost(memory)
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="the tables are in another folder")
-def test_the_table_of_a_host_device_goes_with_its_last_process() -> None:
-    """A killed process leaves it to the next process that uses any host device."""
-    size = int(fresh_device())
-    table = Path(f"/dev/shm/memsaver.2.{os.getuid()}.{size}")
-    code = """
-        import sys, memsaver
-        memsaver.region("a", device="cpu")._core.allocate_array(1 << 20)
-        print("used", flush=True)
-        sys.stdin.readline()
-    """
-
-    def started(nbytes: int) -> subprocess.Popen[str]:
-        settings = environment(MEMSAVER_HOST_DEVICE=str(nbytes))
-        process = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(code)], env=settings, stdin=-1, stdout=-1, text=True
-        )
-        assert process.stdout is not None and process.stdout.readline() == "used\n"
-        return process
-
-    first, second = started(size), started(size)
-    first.communicate("\n")
-    assert table.exists()
-    second.communicate("\n")
-    assert not table.exists()
-    killed = started(size)
-    killed.kill()
-    killed.communicate()
-    started(int(fresh_device())).communicate("\n")
-    assert not table.exists()

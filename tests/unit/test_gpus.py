@@ -145,18 +145,6 @@ def test_an_mps_server_is_known_by_the_attribute_or_by_its_pipe(
         assert memory.under_mps() == _core.under_mps(device) == expected, (mps, folder)
 
 
-def test_chunks_that_were_exportable_stay_so() -> None:
-    """A later refusal is an error: no chunk is silently made without a descriptor. Nor is one on a full device."""
-    device = gpu(memory=8 * MIB)
-    address = gpus.take(device, 8 * MIB)
-    driver = _core.open_driver(device)
-    assert refused(lambda: driver.create(PAGE)).code == 2 and driver.exports()
-    gpus.give(device, address)
-    driver.release(driver.create(4 * PAGE))
-    controls.fail("cuMemCreate", 801)
-    assert refused(lambda: driver.create(PAGE)).code == 801 and driver.exports()
-
-
 @pytest.mark.parametrize(
     ("options", "call", "text"),
     [

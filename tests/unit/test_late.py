@@ -298,24 +298,6 @@ def test_a_thread_in_a_lingering_region_is_an_error_before_anything_moves(sides:
     assert sides.states == before == ["paused", "paused", "active"]
 
 
-def test_a_resident_tag_that_is_derived_from_a_late_one_is_refused_before_anything_moves(
-    sides: Sides, tag: str
-) -> None:
-    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
-    params, optimizer, cache = (each.tag for each in sides.regions)
-    derived = memsaver.region(tag, "cpu", memsaver.Derived(print, after=[optimizer]))
-    try:
-        derived.pause()
-        for parts in ({"resident": [tag], "late": [optimizer]}, {"resident": [params], "late": [tag]}):
-            phases = {"rollout": {"one": [cache]}, "train": {"one": {**parts, "lingering": [cache]}}}
-            group = ray.Group(one=ray.Colocated(), phases=phases)
-            with pytest.raises(memsaver.Error, match="is derived from .*, which has no contents in this phase"):
-                group.enter("train")
-            assert sides.states == ["paused", "paused", "active"]
-    finally:
-        derived.backup = "none"
-
-
 def test_a_turn_whose_late_part_cannot_begin_pauses_what_had_resumed(sides: Sides) -> None:
     ray = pytest.importorskip("memsaver.ray", reason="needs ray")
 

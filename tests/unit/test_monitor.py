@@ -239,22 +239,6 @@ def test_a_process_that_the_driver_lists_is_waited_for(world: World) -> None:
     assert world.monitor.deadlines() == []
 
 
-def test_a_pid_that_the_driver_lists_later_is_another_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    process, write = world.client()
-    world.kill(process.pid)
-    world.turn(lambda: world.said)
-    world.listed = {process.pid}  # not when it had exited
-    os.close(write)
-    world.turn(lambda: len(world.said) == 2)
-    other, write = world.client()
-    os.close(write)
-    world.listed = {other.pid}
-    world.kill(other.pid)
-    world.turn(lambda: len(world.said) == 3)
-    monkeypatch.setattr(procfs, "is_alive", lambda pid: pid == other.pid)  # a new process has the number
-    world.turn(lambda: len(world.said) == 4)
-
-
 def test_children_without_the_sentinel_and_their_children_are_found(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

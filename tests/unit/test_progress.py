@@ -13,7 +13,6 @@ import pytest
 
 import memsaver
 from memsaver import _core, _results
-from memsaver.turns.members import Colocated
 from tests import controls
 from tests.support import MIB, Block, Make, until
 
@@ -209,19 +208,3 @@ def test_a_terminal_without_tqdm_is_an_error_before_anything_moves(
     assert caught.value.name == "tqdm"
     assert region.state == "active" and memsaver.history() == before
     region.pause()
-
-
-def test_each_call_takes_progress_and_refuses_other_values(make: Make) -> None:
-    region = make("host")
-    memsaver.define_phase("away", [])
-    memsaver.define_phase("here", region)
-    before = memsaver.history()
-    member = Colocated()
-    for verb in (
-        memsaver.pause, memsaver.resume, memsaver.switch, memsaver.start, region.pause, region.resume,
-        memsaver.phase("away", progress="yes").__enter__, member.pause, member.resume,  # type: ignore[arg-type]
-    ):  # fmt: skip
-        options: dict[str, Any] = {} if "__enter__" in verb.__name__ else {"progress": "yes"}
-        with pytest.raises(TypeError, match="^progress is 'yes', expected True or False$"):
-            verb(**options)  # type: ignore[operator]
-    assert region.state == "active" and memsaver.history() == before

@@ -278,23 +278,6 @@ def test_transitions_side_by_side_have_tracks_of_their_own(make: Make, file: Pat
     check(blocks)
 
 
-def test_a_demand_that_is_repeated_waits_once(make: Make, file: Path) -> None:
-    region, offered = make("host"), make("host")
-    blocks = [Block(region, 2 * MIB), Block(offered, 2 * MIB)]
-    region.pause()
-    offered.pause(lazy=True)
-    with Fill() as rest, memsaver.capturing():  # no chunk can be copied out
-        resuming = memsaver.start(resume=region, memory_timeout=60)
-        until(lambda: [each.name for each in memsaver.history()[-1].stages][-1:] == ["memory"])
-        time.sleep(0.35)  # it looks for offered chunks every 0.1 s
-        rest.close()
-        resuming.result(60)
-    [wait] = [each for each in of(file) if each.get("cat") == "waits"]
-    assert wait["args"] == {"bytes": 2 * MIB}
-    offered.resume()
-    check(blocks)
-
-
 @pytest.mark.parametrize("how", ["pause", "allocation", "ahead"])
 def test_copies_of_offered_contents_are_in_the_trace_and_the_sums(make: Make, file: Path, how: str) -> None:
     region = make("host")
@@ -321,21 +304,6 @@ def test_copies_of_offered_contents_are_in_the_trace_and_the_sums(make: Make, fi
     assert after["copies_bytes", "out"] - before.get(("copies_bytes", "out"), 0) == 2 * MIB
     region.resume()
     block.check()
-
-
-def test_a_switch_copies_in_both_directions(make: Make, file: Path) -> None:
-    leaving, coming = make("host"), make("host")
-    blocks = [Block(leaving, 4 * MIB), Block(coming, 6 * MIB)]
-    coming.pause()
-    memsaver.switch(pause=leaving, resume=coming)
-    events = of(file)
-    check_format(events)
-    switch = only(events, f"pause {leaving.tag}; resume {coming.tag}")
-    assert switch["args"]["copied_bytes"] == 10 * MIB
-    copies = [each for each in events if each.get("cat") == "copies" and each["ts"] >= switch["ts"]]
-    assert {each["name"]: each["args"]["bytes"] for each in copies} == {"copies out": 4 * MIB, "copies in": 6 * MIB}
-    leaving.resume()
-    check(blocks)
 
 
 def test_a_long_transition_is_written_before_its_call_returns(make: Make, file: Path, slow: memsaver.Guest) -> None:
