@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import memsaver
 from memsaver import cpu_backup
@@ -210,25 +211,14 @@ FOREIGN: list[tuple[type[Exception], Any]] = [
 def test_cpu_backup_of_a_foreign_value_raises(make: Make) -> None:
     region = make("host")
 
-    class Two(torch.Tensor):
-        @staticmethod
-        def __new__(cls, part: torch.Tensor) -> Two:
-            return torch.Tensor._make_wrapper_subclass(cls, part.shape)  # type: ignore[no-any-return,attr-defined]
-
-        def __init__(self, part: torch.Tensor) -> None:
-            self.part = part
-
-        def __tensor_flatten__(self) -> tuple[list[str], None]:
-            return ["part"], None
-
     tensor = counted(region, 10)
     region.pause()
     for clone in (False, True):
         for kind, value in FOREIGN:
             with pytest.raises(kind, match="tensor"):
                 cpu_backup(value, clone=clone)
-        with pytest.raises(TypeError, match="Two"):
-            cpu_backup(Two(tensor), clone=clone)
+        with pytest.raises(TypeError, match="TwoTensor"):
+            cpu_backup(TwoTensor(tensor, tensor), clone=clone)
         for none in (tensor[:0], tensor[10:], tensor.view(2, 5)[:, :0]):
             with pytest.raises(ValueError, match="no region"):
                 cpu_backup(none, clone=clone)

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import memsaver
+from memsaver.guests import Workspaces
 from memsaver.transitions import prepare_pause
 from tests import controls
 from tests.support import MIB, Block, Make, Visitor, host_held_bytes, host_used_bytes, until
@@ -305,3 +307,39 @@ def test_only_guests_register() -> None:
     with pytest.raises(TypeError, match=r"^guest 'plain' is a Guest without leave\(\), expected an override$"):
         memsaver.register(memsaver.Guest("plain", tags="weights"))
     assert memsaver.stats().guests == []
+
+
+# Workspaces of cuBLAS
+
+
+@pytest.fixture
+def workspaces(tag: str) -> str:
+    """The tag of the guest."""
+    memsaver.register(Workspaces(tag))
+    return tag
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls to a torch with CUDA."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty cache"))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("clear"), raising=False)
+    return calls
+
+
+def test_workspaces_are_cleared_before_the_cache_in_a_pause(workspaces: str, cuda: list[str]) -> None:
+    with memsaver.capturing():
+        with pytest.raises(memsaver.GuestError, match="a graph is being captured"):
+            memsaver.pause(workspaces)
+    assert cuda == []
+    memsaver.pause(workspaces)
+    memsaver.resume(workspaces)
+    assert cuda == ["clear", "empty cache"]
+
+
+def test_without_cuda_workspaces_do_nothing(workspaces: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("called"))
+    assert memsaver.pause(workspaces).paused == (workspaces,)
