@@ -8,11 +8,10 @@ import math
 import os
 import pickle
 import re
-import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ import memsaver
 from memsaver import _core, errors
 from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.public_api import NOT_CONSTRUCTIBLE, public_names, signature
+from tests.public_api import signature
 from tests.support import MIB, PAGE, Make, blocks, free_bytes, run_clean
 
 HAS_RAY = find_spec("ray") is not None
@@ -75,26 +74,6 @@ def test_calls_for_the_same_have_the_same_options() -> None:
             assert options(getattr(base, verb)) == expected
     if HAS_RAY:
         assert {each for each in ORDER if each in options(Group.enter)} == {*ORDER}
-
-
-def has_any(hint: Any) -> bool:
-    """Whether a value of this type can be of any type. The values of a dictionary may."""
-    if hint is Any:
-        return True
-    if isinstance(hint, TypeVar):
-        return False
-    parts, origin = typing.get_args(hint), typing.get_origin(hint)
-    return any(map(has_any, parts[:1] if isinstance(origin, type) and issubclass(origin, Mapping) else parts))
-
-
-def test_public_names_have_types_and_no_internal_parameters() -> None:
-    for name in public_names():
-        assert name.value is not None, name
-        if not name.is_class:
-            assert not has_any(name.returns()), name
-        if name.value not in NOT_CONSTRUCTIBLE and not name.is_property:
-            parameters = signature(name.value if name.is_class else name.function).parameters
-            assert not [each for each in parameters if each[0] == "_"], name
 
 
 def test_the_process_never_prints(capfd: pytest.CaptureFixture[str], make: Make) -> None:

@@ -168,40 +168,6 @@ def test_a_view_outlives_the_resume_and_its_tensor_and_changes_nothing(make: Mak
 # Tensors without a backup
 
 
-def test_cpu_backup_without_a_backup_raises(make: Make) -> None:
-    lost, given_up = make("none"), make("host")
-    tensors = counted(lost, 100), counted(given_up, 100)
-    lost.pause()
-    given_up.pause(backup="none")
-    for region, tensor in zip((lost, given_up), tensors):
-        for clone in (False, True):
-            with pytest.raises(memsaver.BackupError, match="no backup of these 400 bytes") as caught:
-                cpu_backup(tensor, clone=clone)
-            assert repr(region.tag) in str(caught.value)
-        assert region.state == "paused"
-        region.resume()
-
-
-@pytest.mark.parametrize("clone", [False, True])
-def test_cpu_backup_of_a_region_that_is_not_paused_raises(make: Make, clone: bool) -> None:
-    region = make("host")
-    tensor = counted(region, 100)
-
-    def refused(state: str) -> None:
-        with pytest.raises(memsaver.Error, match=f"is {state}") as caught:
-            cpu_backup(tensor, clone=clone)
-        assert type(caught.value) is memsaver.Error
-
-    refused("active")
-    prepared = memsaver.transitions.prepare_pause(region.tag)
-    refused("pausing")
-    prepared.commit()
-    found = cpu_backup(tensor, clone=clone)
-    assert same(found, torch.arange(100.0))
-    region.resume()
-    refused("active")
-
-
 FOREIGN: list[tuple[type[Exception], Any]] = [
     (ValueError, torch.zeros(3)), (ValueError, torch.zeros(0)), (ValueError, torch.empty(3, device="meta")),
     (TypeError, None), (TypeError, [1.0]), (TypeError, np.zeros(3)), (TypeError, 7),

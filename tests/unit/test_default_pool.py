@@ -20,6 +20,7 @@ from tests.gpus import GpuBroker, gpu
 from tests.support import GIB, MIB, until, used_bytes
 from tests.torch_segments import (
     NOT_PERMITTED,
+    NOT_SUPPORTED,
     OUT_OF_MEMORY,
     Segment,
     calls,
@@ -154,6 +155,28 @@ def test_another_table_is_refused_and_left_as_it_is(change: Callable[[Any], None
     found = _core.bind_default_pools(library())
     assert reason in found, found
     assert table[:10] == before
+
+
+def test_the_driver_decides_on_fabric_handles() -> None:
+    for has_fabric in (0, 1):
+        device = gpu(memory=GIB, fabric=has_fabric or NOT_SUPPORTED)
+        region = default_pool(device)
+        segment, beside = (Segment(device, handle_types=8) for _ in range(2))
+        assert segment.map(0, 2) == (0 if has_fabric else NOT_SUPPORTED)
+        assert region.allocated_bytes == used_bytes(device) == 2 * segment.piece * has_fabric
+        region.pause()
+        assert beside.map(0, 1) == (0 if has_fabric else NOT_SUPPORTED)
+        assert used_bytes(device) == has_fabric * beside.piece
+        region.resume()
+
+
+def test_a_piece_is_not_exported_by_torch(device: str) -> None:
+    before = Segment(device)
+    assert before.map(0, 1) == 0
+    default_pool(device)
+    segment = Segment(device)
+    assert segment.map(0, 1) == 0
+    assert segment.export(0) == NOT_SUPPORTED and before.export(0) == 0
 
 
 def test_peers_have_access_also_after_a_resume() -> None:

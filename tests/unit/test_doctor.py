@@ -217,27 +217,16 @@ def test_processes_that_hold_a_device_are_named_with_their_bytes(fake: Fake) -> 
     rows = [ledger.LedgerRow(PID, "loop", kind, "", "", GIB) for kind in ("region", "torch", "unknown")]
     fake.machine.devices = [DeviceMemory("cpu", "HOST-1", 8 * GIB, ledger.Ledger(3 * GIB, rows, True), fake.pool())]
     assert fake.has(devices.holders, "ok", "3.00 GiB of 8.00 GiB", f"loop (pid {PID}) 3.00 GiB")
-
-
-@pytest.mark.parametrize(
-    ("holdings", "part"),
-    [({PID: 3 * GIB, PID + 1: GIB}, "before another"), ({PID: 9 * GIB + 500 * MIB}, "the device is full")],
-)
-def test_a_device_without_room_for_another_process_is_a_warning(
-    fake: Fake, holdings: dict[int, int], part: str
-) -> None:
-    fake.held_by(holdings)
-    [found] = devices.holders(fake.machine)
-    assert found.state == "warning" and str(PID) in found.value and part in found.remedy
-
-
-def test_memory_beside_a_pool_that_exceeds_its_room_is_a_warning(fake: Fake) -> None:
+    for holdings, part in (({PID: 3 * GIB, PID + 1: GIB}, "before another"), ({PID: 10 * GIB}, "the device is full")):
+        fake.machine.devices.clear()
+        fake.held_by(holdings)
+        [found] = devices.holders(fake.machine)
+        assert found.state == "warning" and str(PID) in found.value and part in found.remedy
     pool = fake.pool(capacity_bytes=8 * GIB, total_bytes=0)
-    fake.held_by({PID: GIB}, pool=pool)
-    assert fake.is_fine(devices.holders)
-    fake.machine.devices.clear()
-    fake.held_by({PID: 3 * GIB}, pool=pool)
-    assert fake.has(devices.holders, "warning", "leaves 2.00 GiB to others", "3.00 GiB")
+    for nbytes, is_fine in ((GIB, True), (3 * GIB, False)):
+        fake.machine.devices.clear()
+        fake.held_by({PID: nbytes}, pool=pool)
+        assert fake.has(devices.holders, "warning", "leaves 2.00 GiB to others", "3.00 GiB") is not is_fine
 
 
 # Libraries
