@@ -66,7 +66,7 @@ class Segment:
 
     all: list[Segment] = []
 
-    def __init__(self, device: str, piece_mib: int = 32, most: int = 16, at: int = 0, handle_types: int = 1) -> None:
+    def __init__(self, device: str, piece_mib: int = 2, most: int = 16, at: int = 0, handle_types: int = 1) -> None:
         self.piece, self.most = piece_mib * MIB, most
         self.device, self.handle_types = ordinal(device), handle_types
         self.handles: dict[int, int] = {}
