@@ -80,7 +80,7 @@ def used_on_disk() -> int:
         [BLOCK - 512, 512, 512, BLOCK],
         [BLOCK + 1, BLOCK - 1],
         [513] * 3000,
-        [150 * MIB, 9],
+        [80 * MIB, 9],
     ],
     ids=lambda sizes: f"{len(sizes)} from {sizes[0]}",
 )

@@ -16,7 +16,7 @@ from tests import controls
 from tests.support import KIB, MIB, Make, Sweep, blocks, check, host_held_bytes
 
 BLOCK = 8 * MIB
-SIZES = [70 * MIB, 3 * KIB, 90 * MIB + 512, 5 * MIB]  # several batches of copies
+SIZES = [66 * MIB, 3 * KIB, 9 * MIB + 512, 5 * MIB]  # several batches of copies
 
 
 @pytest.fixture(autouse=True)

@@ -98,8 +98,8 @@ def test_next_transition_waits_for_the_comparison(tag: str, monkeypatch: pytest.
 
 def test_pause_after_a_failed_one_compares_the_first_contents(tag: str) -> None:
     region = memsaver.region(tag, "cpu", "host")
-    held = [region.empty(size * MIB, torch.uint8).fill_(number) for number, size in enumerate((3, 40, 5, 60))]
-    for _ in Sweep("error", region.pause):
+    held = [region.empty(size * MIB, torch.uint8).fill_(number) for number, size in enumerate((3, 40, 5, 24))]
+    for _ in Sweep("error", region.pause, "cuMemUnmap"):  # contents are there until then
         region.pause()
         flip_backup(held[2], 3)
         with pytest.raises(memsaver.VerifyError):
