@@ -18,11 +18,6 @@ from torch_memory_saver import torch_memory_saver as saver
 from memsaver import regions
 MIB = 1 << 20
 
-def used():
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
-
 def tag(tensor):
     return getattr(regions.owning(tensor.data_ptr()), "tag", None)
 
@@ -53,48 +48,6 @@ torch.cuda.empty_cache()
 
 def run(peer: Peer, program: str) -> None:
     peer.run(f"exec({program!r}, globals())")
-
-
-def test_trainer_of_slime_sleeps_after_each_step_with_equal_losses(whole: Peer) -> None:
-    """Nothing in it but the calls of the saver names memsaver."""
-    run(whole, """
-def trained(sleeps):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(8)], torch.nn.BatchNorm1d(2048)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for step in range(6):
-        batch = torch.randn(512, 2048, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
-        loss = (model(batch) - batch).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        del batch, loss
-        if sleeps:
-            sleeps(model)
-    return losses
-
-def sleeps(model):
-    tensors = [*model.parameters(), *model.buffers()]
-    contents = [each.detach().cpu() for each in tensors]
-    before = used()
-    saver.pause()
-    assert used() < before - 256 * MIB
-    with saver.disable():  # an update of the engine's weights, from the backups
-        for tensor, kept in zip(tensors, contents):
-            found = saver.get_cpu_backup(tensor.detach(), zero_copy=True)
-            assert torch.equal(found, kept)
-            on_gpu = found.cuda()
-            assert tag(on_gpu) is None
-            assert torch.equal(on_gpu.cpu(), kept)
-        torch.zeros(64 * MIB, device="cuda").untyped_storage()._share_cuda_()  # legacy IPC
-        del on_gpu
-    saver.resume()
-
-kept = trained(sleeps)
-assert kept == trained(None), kept
-""")  # fmt: skip
 
 
 def test_no_block_of_a_paused_segment_is_handed_out(whole: Peer) -> None:

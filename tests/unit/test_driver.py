@@ -265,22 +265,6 @@ def test_marks_and_waits_cover_the_copies_queued_before_them(bench: Bench, by: s
     assert np.array_equal(found, data)
 
 
-def test_copies_of_one_direction_run_in_order(bench: Bench) -> None:
-    """Copies within the device and fills are queued with the copies in."""
-    address = bench.reserve(2 * PAGE)
-    bench.map(address, 2 * PAGE, bench.create(2 * PAGE))
-    versions = [random_bytes(PAGE, seed) for seed in range(20)]
-    for version in versions:
-        bench.driver.copy_in(address, version.ctypes.data, PAGE)
-    bench.driver.copy_within(address + PAGE + 512, address + 100, 5000)
-    bench.driver.fill(address + 100, 50, 7)
-    expected = versions[-1].copy()
-    expected[100:150] = 7
-    bench.driver.mark("in").wait()
-    assert np.array_equal(bench.read(address, PAGE), expected)
-    assert np.array_equal(bench.read(address + PAGE + 512, 5000), versions[-1][100:5100])
-
-
 # The host driver under work, as a GPU is: kernels that end later, and their mistakes.
 
 
@@ -383,19 +367,6 @@ def test_every_call_fails_after_an_illegal_access(memory: Memory) -> None:
     driver.allow(memory.address, PAGE)
     driver.synchronize()
     assert memory.first() == 0  # kernels that had not started never ran
-
-
-@pytest.mark.parametrize("reach", ["no access", "beyond the chunk"])
-def test_a_kernel_outside_accessible_memory_ends_the_context(memory: Memory, reach: str) -> None:
-    stream = controls.stream_create()
-    if reach == "no access":
-        memory.bench.driver.unmap(memory.address, PAGE)
-        memory.bench.driver.map(memory.address, PAGE, memory.handle)
-        memory.write(stream, 1)
-    else:
-        controls.stream_read(stream, memory.address + 1, PAGE)
-    controls.stream_release(stream)
-    assert_lost(memory)
 
 
 @pytest.mark.parametrize("way", ["copy_out", "copy_in", "fill", "copy_within", "copy_within from"])

@@ -145,6 +145,18 @@ def test_an_mps_server_is_known_by_the_attribute_or_by_its_pipe(
         assert memory.under_mps() == _core.under_mps(device) == expected, (mps, folder)
 
 
+def test_chunks_that_were_exportable_stay_so() -> None:
+    """A later refusal is an error: no chunk is silently made without a descriptor. Nor is one on a full device."""
+    device = gpu(memory=8 * MIB)
+    address = gpus.take(device, 8 * MIB)
+    driver = _core.open_driver(device)
+    assert refused(lambda: driver.create(PAGE)).code == 2 and driver.exports()
+    gpus.give(device, address)
+    driver.release(driver.create(4 * PAGE))
+    controls.fail("cuMemCreate", 801)
+    assert refused(lambda: driver.create(PAGE)).code == 801 and driver.exports()
+
+
 @pytest.mark.parametrize(
     ("options", "call", "text"),
     [
@@ -157,6 +169,16 @@ def test_a_device_that_cannot_serve_is_refused(options: dict[str, int], call: st
     for opens in (lambda: make(device), lambda: _core.open_cuda_memory(gpus.ordinal(device))):
         error = refused(opens)
         assert (error.call, error.code) == (call, 801) and device in str(error) and text in str(error)
+
+
+def test_a_device_that_cannot_be_opened_leaves_nothing_behind() -> None:
+    for streams in range(2):
+        device, before = gpu(), controls.count("cuStreamDestroy")
+        controls.fail("cuStreamCreate", 999, after=streams)
+        refused(partial(make, device))
+        assert gpus.retained(device) == 0 and controls.count("cuStreamDestroy") - before == streams
+        make(device)
+    assert not hasattr(ctypes.CDLL(None), "cuMemCreate")  # the driver's names are not those of other libraries
 
 
 @pytest.mark.parametrize("gone", [1, 2])
@@ -751,6 +773,25 @@ def test_contents_on_disk_are_read_after_the_context_died(tmp_path: Path) -> Non
     for segment in segments:
         assert np.array_equal(segment.read(), segment.expected)
     assert controls.count("cuMemHostRegister") == before
+
+
+def test_memory_that_stays_registered_is_kept() -> None:
+    """A refusal to unregister is repeated later. The driver of a dead context unregisters nothing; it would reach the
+    memory still.
+    """
+    device, before = gpu(), controls.pinned_bytes()
+    region = make(device)
+    segment = Segment(region, 20 * MIB, seed=1)
+    for _ in range(2):
+        round_trip(region, segment)
+        controls.fail("cuMemHostUnregister", 999)
+        memsaver.release_host_memory()
+        assert host_bytes(device) == (20 * MIB, 0) and controls.pinned_bytes() - before == 20 * MIB
+    assert memsaver.release_host_memory() == 20 * MIB and controls.pinned_bytes() == before
+    round_trip(region, segment)
+    controls.kill_context(device)
+    assert memsaver.release_host_memory() == 0
+    assert host_bytes(device) == (20 * MIB, 0) and controls.pinned_bytes() - before == 20 * MIB
 
 
 @pytest.mark.parametrize("backup", ["host", "disk"])

@@ -221,6 +221,22 @@ def test_guests_leave_in_the_second_half_of_a_prepared_pause(make: Make, visit: 
     region.resume()
 
 
+def test_phases_move_guests_with_their_tags(
+    make: Make, visit: Visit, calls: list[str], fresh_tag: Callable[[], str]
+) -> None:
+    weights, params, groups = make(), make(), fresh_tag()
+    visit("of region", params.tag)
+    visit("of name", groups)
+    memsaver.define_phase("rollout", weights)
+    memsaver.define_phase("train", [params, groups])
+    with memsaver.phase("rollout"):
+        assert states() == {"of region": "away", "of name": "away"}
+    with memsaver.phase("train") as moved:
+        assert states() == {"of region": "here", "of name": "here"}
+    assert set(moved.resumed) == {params.tag, groups}
+    assert moves(calls) == ["of region leave", "of name leave", "of name come back", "of region come back"]
+
+
 def test_a_bound_ends_the_wait_for_guests_before_and_after_the_commit(make: Make, visit: Visit) -> None:
     first, second, third = make(), make("host"), make()
     held = Block(second, MIB)

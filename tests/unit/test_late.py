@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -296,6 +297,27 @@ def test_a_thread_in_a_lingering_region_is_an_error_before_anything_moves(sides:
     with sides.cache, pytest.raises(memsaver.Error, match="is inside it"):
         memsaver.phase("train").__enter__()
     assert sides.states == before == ["paused", "paused", "active"]
+
+
+@pytest.mark.parametrize("overrides", [False, True])
+def test_late_tags_of_async_members_without_a_lasting_loop_come(sides: Sides, overrides: bool) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+
+    class Member(ray.AsyncColocated):  # type: ignore[misc,name-defined]
+        pass
+
+    if overrides:
+
+        async def resume(self: Any, tags: Any = None, **options: Any) -> Any:
+            await asyncio.sleep(0.01)
+            return await ray.AsyncColocated.resume(self, tags, **options)
+
+        Member.resume = resume
+    group = group_of(sides, Member(), Member())
+    for _ in range(5):
+        group.enter("rollout", timeout=60)
+        group.enter("train", timeout=60)
+        sides.optimizer.wait(timeout=20)
 
 
 def test_a_turn_whose_late_part_cannot_begin_pauses_what_had_resumed(sides: Sides) -> None:

@@ -123,6 +123,17 @@ def test_the_collector_has_the_sums_of_the_history_and_the_bytes_of_stats(make: 
     check(blocks)
 
 
+def test_waits_and_copies_of_the_core_are_added() -> None:
+    recorder, before = _results.Recorder(["a"], []), own()
+    events = [("cpu", "waits", 0.25, 1.0, MIB, [(1, MIB)]), ("cpu", "copies out", 0.5, 2.5, 3 * MIB, [])]
+    recorder.core = lambda: SimpleNamespace(stages=[], events=events)
+    recorder.end("failed")
+    recorder.end("aborted")
+    grown = growth(before)
+    assert [grown[key(f"waits{each}_total")] for each in ("", "_seconds", "_bytes")] == pytest.approx([1, 0.75, MIB])
+    assert grown[key("copies_seconds_total", direction="out")] == pytest.approx(2.0)
+
+
 def test_transitions_that_left_the_history_or_were_dropped_are_counted_once(make: Make) -> None:
     region = make()
     before = own()

@@ -15,6 +15,7 @@ import pytest
 
 from memsaver.broker import monitor, procfs
 from memsaver.broker.monitor import Process, ProcessMonitor
+from memsaver.broker.protocol import RefusedError
 from tests.support import end_main_thread
 
 
@@ -239,6 +240,22 @@ def test_a_process_that_the_driver_lists_is_waited_for(world: World) -> None:
     assert world.monitor.deadlines() == []
 
 
+def test_a_pid_that_the_driver_lists_later_is_another_process(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, write = world.client()
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    world.listed = {process.pid}  # not when it had exited
+    os.close(write)
+    world.turn(lambda: len(world.said) == 2)
+    other, write = world.client()
+    os.close(write)
+    world.listed = {other.pid}
+    world.kill(other.pid)
+    world.turn(lambda: len(world.said) == 3)
+    monkeypatch.setattr(procfs, "is_alive", lambda pid: pid == other.pid)  # a new process has the number
+    world.turn(lambda: len(world.said) == 4)
+
+
 def test_children_without_the_sentinel_and_their_children_are_found(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,3 +275,17 @@ def test_children_without_the_sentinel_and_their_children_are_found(
         world.kill(pid)
         world.turn(lambda: pid not in process.children.values())  # noqa: B023
     world.turn(lambda: len(world.said) == 2)
+
+
+def test_children_that_cannot_be_watched_refuse_a_client(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*_: object) -> list[int]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(procfs, "inheritors", exhausted)
+    process = world.monitor.watch(world.fork())
+    read, write = os.pipe()
+    with pytest.raises(RefusedError, match=f"children of process {process.pid} cannot be watched: too many") as caught:
+        world.monitor.add_sentinel(process, files := [read])
+    assert caught.value.code == "exhausted"
+    os.close(write)
+    os.close(files[0])

@@ -485,3 +485,26 @@ def test_each_transition_is_a_range_of_nvtx_however_it_ends(make: Make, ranges: 
     memsaver.configure(nvtx=False)
     region.pause()
     assert len(ranges.begun) == 6
+
+
+def test_an_error_of_nvtx_ends_the_ranges_and_is_logged(
+    make: Make, ranges: Ranges, caplog: pytest.LogCaptureFixture
+) -> None:
+    region, ranges.error = make("host"), RuntimeError("no CUDA build")
+    with caplog.at_level(logging.ERROR, logger="memsaver"):
+        assert region.pause().paused == region.resume().resumed == (region.tag,)
+    assert [each.getMessage() for each in caplog.records] == [
+        "the ranges of NVTX end: RuntimeError('no CUDA build'); expected torch's build for CUDA, or the package nvtx"
+    ]
+
+
+def test_without_torch_the_package_nvtx_has_the_ranges() -> None:
+    found = run_clean("""
+        import sys, types
+        sys.modules["nvtx"] = types.SimpleNamespace(start_range=lambda name: name, end_range=print)
+        import memsaver
+        memsaver.configure(nvtx=True)
+        memsaver.region("kv", device="cpu").pause()
+        print("torch" in sys.modules)
+    """)
+    assert found == "pause kv\nFalse\n"
