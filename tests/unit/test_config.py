@@ -145,23 +145,6 @@ def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> Non
 # The environment
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("HOST_DEVCE", "did you mean MEMSAVER_HOST_DEVICE$"),
-        ("POOLDIR", "did you mean MEMSAVER_POOL_DIR$"),
-        ("XYZ", "there are .*MEMSAVER_RETAIN.*POOL_DIR"),
-    ],
-)
-def test_unknown_variable_is_a_warning_with_the_nearest_name(
-    name: str, hint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(f"MEMSAVER_{name}", "64MiB")
-    monkeypatch.setenv("MEMSAVER_TEST_ANYTHING", "1")  # is ignored
-    with pytest.warns(RuntimeWarning, match=rf"^there is no variable MEMSAVER_{name}; {hint.replace('$', r'[?]$')}"):
-        config.from_environment()
-
-
 def test_a_variable_applies_beside_an_unknown_one_and_configure_comes_after_it() -> None:
     source = """
         import memsaver

@@ -31,11 +31,6 @@ from tests.support import (
     unnamed_files,
 )
 
-DTYPES = [
-    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool, torch.complex64,
-    torch.float8_e4m3fn,
-]  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def arena() -> None:
@@ -64,21 +59,6 @@ def reads(block: Block, clone: bool = False) -> bool:
 
 
 # Values
-
-
-def test_contents_are_read_while_the_region_is_paused(make: Make) -> None:
-    region = make("host")
-    tensors = [counted(region, (5, 7, 3), dtype) for dtype in DTYPES]
-    expected = [tensor.clone() for tensor in tensors]
-    region.pause()
-    for tensor, contents in zip(tensors, expected):
-        for clone in (False, True):
-            found = cpu_backup(tensor, clone=clone)
-            assert (found.device.type, found.stride()) == ("cpu", contents.stride())
-            assert same(found, contents)
-    assert region.state == "paused" and region.mapped_bytes == 0
-    region.resume()
-    assert all(map(same, tensors, expected))
 
 
 VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [

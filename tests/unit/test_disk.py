@@ -176,17 +176,6 @@ def test_a_full_disk_is_an_error_before_anything_moves(make: Make, small_disk: P
     check(held)
 
 
-def test_a_kept_file_makes_room_for_another(make: Make, small_disk: Path) -> None:
-    one, two = make("disk"), make("disk")
-    held = blocks(one, [5 * MIB]) + blocks(two, [30 * MIB], seed=5)
-    memsaver.pause([one.tag, two.tag])
-    memsaver.resume([one.tag, two.tag])
-    held += blocks(two, [12 * MIB], seed=7)
-    two.pause()  # in the larger file, which can grow by 12 MiB once the smaller one has gone
-    two.resume()
-    check(held)
-
-
 # Where there is no directory
 
 

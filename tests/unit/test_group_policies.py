@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
 from typing import Any
 
 import pytest
@@ -213,20 +211,6 @@ def test_contents_count_as_not_written_if_the_phase_fails(pair: Pair) -> None:
                 raise OSError("later")
     pair.enter("rollout")
     pair.check()
-
-
-def test_a_turn_names_the_tags_to_be_overwritten_and_its_copy_guards_nothing(pair: Pair) -> None:
-    weights = pair.weights.tag
-    pair.group.enter("train")
-    turn = pair.group.enter("sync")
-    assert turn.unrestored == {"engine": [weights]}
-    assert "_on_error" not in dataclasses.asdict(turn)
-    for copy in (pickle.loads(pickle.dumps(turn)), dataclasses.replace(turn)):
-        assert copy == turn
-        with pytest.raises(memsaver.Error, match="'sync' is a copy"), copy:
-            pytest.fail("entered")
-    assert pair.group.entered == "sync"  # and nothing is marked
-    assert pair.group.enter("rollout").unrestored == {}
 
 
 def test_a_new_member_has_contents_of_its_own(pair: Pair, make: Make) -> None:

@@ -211,14 +211,6 @@ def test_the_gauges_of_ray_have_the_figures_of_the_collector(make: Make, gauges:
     assert bytes_of[ended] == 0 and ("memsaver_process_bytes", ended) not in own()
 
 
-def test_a_process_outside_of_ray_has_no_gauges(gauges: dict[str, Gauge], monkeypatch: pytest.MonkeyPatch) -> None:
-    for ray in (None, SimpleNamespace(is_initialized=lambda: False)):
-        monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
-        with pytest.raises(memsaver.Error, match="has not joined Ray; expected a call in an actor, a task"):
-            metrics.export_to_ray()
-    assert not gauges
-
-
 # The shared pools
 
 

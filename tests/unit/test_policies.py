@@ -21,10 +21,6 @@ if HAS_RAY:
     from memsaver.ray import Colocated
 
 
-def poisoned(make: Make) -> memsaver.Region:
-    return memsaver.region(make().tag + "_poisoned", device="cpu", backup="host", fill="poison")
-
-
 def is_poison(block: Block) -> bool:
     return bool((block.tensor.numpy() == 0xFF).all())
 
@@ -52,7 +48,7 @@ def test_a_pause_takes_policies_by_tag(make: Make) -> None:
 
 
 def test_a_resume_and_a_phase_take_restore_by_tag(make: Make) -> None:
-    kept, written = make("host"), poisoned(make)
+    kept, written = make("host"), make("host", fill="poison")
     held, blank = blocks(kept, [3 * MIB]), blocks(written, [5 * MIB])
     tags = [kept.tag, written.tag]
     resumes: list[Callable[..., memsaver.Transition]] = [
