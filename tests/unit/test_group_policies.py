@@ -221,6 +221,24 @@ def test_a_new_member_has_contents_of_its_own(pair: Pair, make: Make) -> None:
     pair.enter("rollout")
 
 
+def test_members_get_their_policies_by_tag() -> None:
+    member = Halved()
+    phases = {"on": {"engine": ["a", "b"], "other": ["c"]}, "off": {}}
+    group = Group(engine=member, other=Halved(), phases=phases, backup={"off": {"engine": {"a": "none"}}})
+    for backup, restore, kept, restored in [
+        (None, None, {"a": "none"}, {"a": True, "b": True}),
+        ({"engine": {"b": "none"}}, {"engine": {"b": False}}, {"a": "none", "b": "none"}, {"a": True, "b": False}),
+        ({"engine": "host"}, {"engine": False}, {"a": "host", "b": "host"}, {"a": False, "b": False}),
+        ("disk", False, {"a": "disk", "b": "disk"}, {"a": False, "b": False}),
+        ({"other": "none"}, {"other": False}, {"a": "none"}, {"a": True, "b": True}),
+    ]:
+        group.enter("off", backup=backup)
+        group.enter("on", restore=restore)
+        assert [options["backup"] for method, _, options in member.calls if method == "prepare"] == [kept, None]
+        assert [options["restore"] for method, _, options in member.calls if method == "resume"] == [restored]
+        member.calls = []
+
+
 @pytest.mark.parametrize("base", [Colocated, AsyncColocated])
 def test_a_class_that_overrides_pause_is_refused(base: type) -> None:
     with pytest.raises(TypeError, match=r"Old overrides pause\(\), expected colocated_drain"):

@@ -287,6 +287,18 @@ def test_guest_that_moves_guests_raises_instead_of_waiting_for_itself(make: Make
 # The register
 
 
+def test_stats_list_guests_in_their_order(visit: Visit, fresh_tag: Callable[[], str]) -> None:
+    tags = [fresh_tag(), fresh_tag()]
+    visit("last", tags, order=5)
+    visit("first", tags[0], order=-1)
+    rows = memsaver.stats().guests
+    assert [(each.name, each.tags, each.order, each.state, each.nbytes) for each in rows] == [
+        ("first", (tags[0],), -1, "here", 0),
+        ("last", tuple(tags), 5, "here", 0),
+    ]
+    assert memsaver.stats().asdict()["guests"][0]["name"] == "first"
+
+
 def test_guest_that_is_away_can_be_removed(make: Make, visit: Visit, calls: list[str]) -> None:
     region = make()
     guest = Noted("guest", region.tag, calls)

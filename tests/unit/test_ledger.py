@@ -171,6 +171,14 @@ def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_th
     assert accounts._report({**client, "kept_by": []}).pid == 1
 
 
+def test_figures_that_contradict_each_other_leave_no_negative_row() -> None:
+    """A guest claims too much: rows that memsaver counts itself stay."""
+    one = Report(1, "one", [("region", "a", "active", 60)], 0)
+    guest = Report(2, "two", [("region", "b", "active", 60), ("guest", "", "", 50), ("torch", "", "", -5)], 0)
+    found = account(Device(150, [(1, 60, None), (2, 80, None)], False), [one, guest], None)
+    assert sums(found) == {(1, "region"): 60, (2, "region"): 60, (2, "guest"): 30} and not found.is_consistent
+
+
 def sums(found: ledger.Ledger) -> Sums:
     assert len({(row.pid, row.kind) for row in found.rows}) == len(found.rows)
     return {(row.pid, row.kind): row.bytes for row in found.rows}

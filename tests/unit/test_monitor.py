@@ -195,6 +195,20 @@ def test_a_pid_reused_after_a_scan_is_not_waited_for(
         world.turn(lambda: len(world.said) == 2)
 
 
+def test_a_process_that_exits_and_is_older_than_a_client_is_not_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process, write = world.client()
+    status = status_of(world.fork(lambda: os.close(write)))
+    assert 0 < process.start <= status.start
+    older = dataclasses.replace(status, start=process.start - 1)
+    monkeypatch.setattr(procfs, "keepers", lambda inodes: [(older, set())])
+    monkeypatch.setattr(procfs, "read", lambda pid: older)
+    os.close(write)
+    world.kill(process.pid)
+    world.turn(lambda: len(world.said) == 2)
+
+
 @pytest.mark.parametrize("name", ["keepers", "pidfd_open"])
 def test_a_failed_scan_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Also the one after the sentinel has hung up."""

@@ -145,6 +145,26 @@ def test_a_stalled_demand_is_reported_once_for_each_message(pool: Pool, one: Cli
     assert settle(pool).stalled == []
 
 
+def test_an_exchanged_part_of_a_demand_is_served_before_its_rest(pool: Pool, one: Client, two: Client) -> None:
+    held = borrow(pool, one, GIB, GIB, GIB, LARGE, LARGE, LARGE, LARGE)
+    request = want(pool, two, (SMALL, SMALL, SMALL), (GIB, GIB, 2 * LARGE))
+    settle(pool)
+    pool.queue.exchange(two, request, [LARGE, LARGE, LARGE])
+    assert [demand.remaining for demand in settle(pool).stalled] == [SMALL + 2 * LARGE]
+    give(pool, held[-2:])
+    served = settle(pool)
+    assert granted(served) == [LARGE, LARGE]
+    [demand] = {demand for demand, *_ in served.grants}
+    assert (demand.remaining_by_limit, served.completed) == ([SMALL, SMALL], [])
+    pool.queue.exchange(two, request, [SMALL, SMALL, 3 * SMALL])  # one of them was to come anyway
+    give(pool, held[3:4])
+    pool.drop(one, [held[3].id])
+    served = settle(pool)
+    pool.drop(one, [chunk.id for _, chunk in pool.take_drops()])
+    assert granted(served) + granted(settle(pool)) == [SMALL] * 3
+    assert two.held_bytes == 2 * LARGE + 3 * SMALL
+
+
 def test_the_smallest_sufficient_chunk_is_broken_up(pool: Pool, one: Client, two: Client) -> None:
     give(pool, borrow(pool, one, GIB, GIB, GIB, *[LARGE] * 3, *[MEDIUM] * 8))
     want(pool, two, (SMALL, SMALL, 10 * SMALL))

@@ -164,6 +164,18 @@ def test_contents_that_came_back_and_regions_without_a_resume_are_not_stale(make
         memsaver.check_written()
 
 
+def test_scratch_in_the_place_of_a_freed_tensor_is_not_stale(make: Make) -> None:
+    region = make()
+    kept, freed = region.empty(1000), region.empty(1000)  # the chunk stays
+    region.pause()
+    region.resume()
+    address, _ = freed.data_ptr(), kept.fill_(0)
+    del freed
+    scratch = region.empty(1000)
+    assert scratch.data_ptr() == address
+    memsaver.check_written(region)
+
+
 def test_contents_that_a_lazy_pause_offers_are_neither_filled_nor_stale(make: Make) -> None:
     kept, blank = make("host"), make()
     held = [kept.empty(1000).fill_(2), blank.empty(1000)]

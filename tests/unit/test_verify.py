@@ -62,6 +62,20 @@ def test_changed_freed_and_discarded_contents_are_not_compared(tag: str) -> None
     assert x[0] == 255
 
 
+def test_pause_without_verify_leaves_nothing_to_compare(tag: str) -> None:
+    region = memsaver.region(tag, "cpu", "host")
+    x = region.empty(MIB, torch.uint8)
+    x.fill_(1)
+    region.pause()
+    region.resume(restore=False)  # checksums of this pause stay behind
+    x.fill_(2)
+    memsaver.configure(verify=False)
+    region.pause()
+    memsaver.configure(verify=True)
+    region.resume()
+    assert bool((x == 2).all())
+
+
 def test_write_to_a_frozen_region_raises(tag: str) -> None:
     region = memsaver.region(tag, "cpu", "host", frozen=True)
     with region:
