@@ -17,7 +17,6 @@ from examples.colocate.engine import Engine, SamplingParams, attention, ops
 from examples.colocate.model import ModelConfig
 from tests.examples.engine_support import MakeEngine, engine_maker
 from tests.examples.kernel_cases import (
-    DTYPES,
     LARGE_OPS_CASES,
     PAGED_TOLERANCE,
     check_fused,
@@ -52,28 +51,6 @@ SIZES = [  # dtype, heads, kv heads, head dimension, tokens in a block
     ("fp32", 3, 1, 80, 8),
     ("bf16", 2, 1, 256, 16),
 ]
-
-
-@pytest.mark.parametrize(("dtype_name", "heads", "kv_heads", "head_dim", "block_size"), SIZES[:3])
-def test_paged_decode_equals_torch(dtype_name: str, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
-    generator = torch.Generator("cuda").manual_seed(heads)
-    lengths = [0, 1, block_size, block_size + 1, 333, 2048, 4095]
-    blocks_each = -(-max(lengths) // block_size)
-    num_blocks = 1 + blocks_each * len(lengths)
-    order = torch.randperm(num_blocks - 1, generator=generator, device="cuda", dtype=torch.int32) + 1
-    table = order.view(len(lengths), blocks_each)
-    shape = (2, num_blocks, block_size, kv_heads, head_dim)
-    k_cache, v_cache = torch.randn(shape, generator=generator, device="cuda").to(DTYPES[dtype_name])
-    lengths_B = torch.tensor(lengths, dtype=torch.int32, device="cuda")
-    for row, length in enumerate(lengths):  # blocks that are not live must not affect the result
-        slots = (table[row].long()[:, None] * block_size + torch.arange(block_size, device="cuda")).flatten()
-        k_cache.flatten(0, 1)[slots[length:]] = float("nan")
-        v_cache.flatten(0, 1)[slots[length:]] = float("nan")
-    q = torch.randn(len(lengths), heads, head_dim, generator=generator, device="cuda").to(DTYPES[dtype_name])
-    out = attention.paged_decode(q, k_cache, v_cache, table, lengths_B)
-    expected = paged_decode_torch(q.float(), k_cache.float(), v_cache.float(), table, lengths_B)
-    torch.testing.assert_close(out.float(), expected, rtol=0, atol=TOLERANCE[dtype_name])
-    assert not out[0].any()
 
 
 @pytest.mark.parametrize(("dtype_name", "heads", "kv_heads", "head_dim", "block_size"), SIZES)

@@ -300,28 +300,6 @@ assert not errors and controls.broken() == [], (errors, controls.broken())
     )
 
 
-def test_the_harness_breaks_a_capture_by_a_wait(version: str) -> None:
-    run(
-        version,
-        """
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            graph.capture_begin()
-            try:
-                torch.cuda.synchronize()
-                raise AssertionError("a wait in a capture")
-            except RuntimeError:
-                pass
-            try:
-                graph.capture_end()
-                raise AssertionError("the capture is whole")
-            except RuntimeError as error:
-                assert "during capture" in str(error), error
-        assert controls.broken() == ["cuCtxSynchronize"]
-        """,
-    )
-
-
 def test_empty_cache_of_other_threads_beside_a_pause(with_default_pool: str) -> None:
     """From 2.13 on it frees cached blocks of the paused pool."""
     run(

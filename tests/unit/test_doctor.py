@@ -279,22 +279,12 @@ def test_versions_are_those_of_the_pages() -> None:
         ({"MEMSAVER_DROP_IN": "vllm"}, "note", "not installed"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("where", ["shell", "process"])
 def test_variables_of_drop_ins(
-    fake: Fake,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    where: str,
-    variables: dict[str, str],
-    state: str,
-    part: str,
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str], state: str, part: str
 ) -> None:
     monkeypatch.setattr(startup, "file", lambda: tmp_path / "none")
     monkeypatch.setattr(software, "version", lambda name: None)
-    if where == "shell":
-        fake.machine.variables = variables
-    else:
-        fake.process(variables)
+    fake.process(variables)
     assert fake.has(software.drop_ins, state, part)
     assert (exit_status(run([software.drop_ins], fake.machine)) == 2) == (state == "error")
 
