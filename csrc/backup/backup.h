@@ -37,7 +37,7 @@ class Loader {
 };
 
 // The contents of some parts of a region. A part lies within one segment. Parts are in the order of their offsets.
-class Backup : Immovable {
+class Backup : public std::enable_shared_from_this<Backup>, Immovable {
  public:
   explicit Backup(Ranges parts);
   virtual ~Backup() = default;
@@ -78,6 +78,14 @@ class PinnedBackup : public Backup {
   std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted) final;
   void read(Range range, std::byte* to) final;
 };
+
+class HostArena;
+// In memory of the arena. Takes none yet.
+std::shared_ptr<Backup> host_backup(HostArena& arena, Ranges parts);
+
+using MakePiece = std::function<std::shared_ptr<Backup>(Ranges)>;  // a backup of these contents. Throws BackupError
+// In pieces, one for each copy out. Takes nothing yet.
+std::shared_ptr<Backup> pieced_backup(Ranges parts, MakePiece make);
 
 // After a failure: waits for queued copies, so that none of them accesses memory that is freed next. False: the
 // device's context is dead.

@@ -1,8 +1,11 @@
-#include "backup/common_backup.h"
-
+// Contents that are equal in several processes, in memory that these have in common. Each process copies a share out.
 #include <algorithm>
+#include <atomic>
 #include <list>
 #include <utility>
+
+#include "backup/backup.h"
+#include "backup/common_memory.h"
 
 namespace memsaver {
 namespace {
@@ -11,7 +14,41 @@ constexpr std::size_t kBatchesAhead = 3;
 constexpr auto kPatience = std::chrono::seconds(5);  // with a living process that does not copy its share
 constexpr auto kLook = std::chrono::microseconds(200);
 
-}  // namespace
+class CommonBackup final : public PinnedBackup {
+ public:
+  CommonBackup(std::shared_ptr<CommonMemory> memory, Ranges parts,
+                             const std::vector<CommonMemory::Sum>& sums, Deadline deadline)
+      : PinnedBackup(std::move(parts)), memory_(std::move(memory)), blocks_(runs()) {
+    if (sums.size() != blocks_.count()) throw BadArgument("there are sums of other contents");
+    memory_->rely(bytes(), sums, deadline);
+    bool done = true;
+    for (std::size_t block = 0; block < blocks_.count(); ++block) done &= memory_->is_done(block);
+    if (!done) return;
+    for (const Range& part : this->parts()) saved.add(part);
+  }
+  ~CommonBackup() override { memory_->release(); }
+
+  std::size_t copied_bytes() const override { return copied_; }
+  // The saver waits for the blocks of other processes, and copies those of processes that do not.
+  std::unique_ptr<Saver> saver(Driver& driver, Ranges batches) override;
+
+  std::vector<Piece> pieces(const Ranges& ranges) const override {
+    std::vector<Piece> found;
+    for (const Blocks::Piece& piece : blocks_.cut(ranges))
+      found.push_back({piece.offset, piece.size, memory_->at(piece.block) + piece.in_block});
+    return found;
+  }
+
+  std::byte* view(Range range) override {
+    throw BackupError("other processes use the same memory: use clone=True", range.size, bytes(), 0);
+  }
+
+ private:
+  friend class CommonSaver;
+  const std::shared_ptr<CommonMemory> memory_;
+  const Blocks blocks_;
+  std::atomic<std::size_t> copied_ = 0;
+};
 
 class CommonSaver final : public Saver {
  public:
@@ -99,30 +136,15 @@ class CommonSaver final : public Saver {
   CommonMemory::Members late_;                    // whose shares this process copies
 };
 
-CommonBackup::CommonBackup(std::shared_ptr<CommonMemory> memory, Ranges parts,
-                           const std::vector<CommonMemory::Sum>& sums, Deadline deadline)
-    : PinnedBackup(std::move(parts)), memory_(std::move(memory)), blocks_(runs()) {
-  if (sums.size() != blocks_.count()) throw BadArgument("there are sums of other contents");
-  memory_->rely(bytes(), sums, deadline);
-  bool done = true;
-  for (std::size_t block = 0; block < blocks_.count(); ++block) done &= memory_->is_done(block);
-  if (!done) return;
-  for (const Range& part : this->parts()) saved.add(part);
-}
-
 std::unique_ptr<Saver> CommonBackup::saver(Driver& driver, Ranges batches) {
   return std::make_unique<CommonSaver>(*this, driver, std::move(batches));
 }
 
-std::vector<PinnedBackup::Piece> CommonBackup::pieces(const Ranges& ranges) const {
-  std::vector<Piece> found;
-  for (const Blocks::Piece& piece : blocks_.cut(ranges))
-    found.push_back({piece.offset, piece.size, memory_->at(piece.block) + piece.in_block});
-  return found;
-}
+}  // namespace
 
-std::byte* CommonBackup::view(Range range) {
-  throw BackupError("other processes use the same memory: use clone=True", range.size, bytes(), 0);
+std::shared_ptr<Backup> common_backup(std::shared_ptr<CommonMemory> memory, Ranges parts,
+                                      const std::vector<CommonMemory::Sum>& sums, Deadline deadline) {
+  return std::make_shared<CommonBackup>(std::move(memory), std::move(parts), sums, deadline);
 }
 
 }  // namespace memsaver

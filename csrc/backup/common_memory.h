@@ -28,6 +28,8 @@
 
 namespace memsaver {
 
+class Backup;
+
 class CommonMemory : public std::enable_shared_from_this<CommonMemory>, Immovable {
  public:
   static constexpr std::size_t kMostMembers = 128;
@@ -88,5 +90,9 @@ class CommonMemory : public std::enable_shared_from_this<CommonMemory>, Immovabl
   std::map<std::size_t, HostArena::Extent> slabs_;  // by position in the contents
   std::size_t mapped_ = 0, reserved_ = 0;           // bytes pinned here, and added to the system's memory from here
 };
+
+// A backup in this memory, which relies on it until its end. Throws as CommonMemory::rely().
+std::shared_ptr<Backup> common_backup(std::shared_ptr<CommonMemory> memory, Ranges parts,
+                                      const std::vector<CommonMemory::Sum>& sums, Deadline deadline);
 
 }  // namespace memsaver

@@ -12,6 +12,9 @@
 #include <tuple>
 #include <utility>
 
+#include "backup/blocks.h"
+#include "backup/pinned_memory.h"
+
 namespace memsaver {
 namespace {
 
@@ -57,6 +60,77 @@ Ranges ranges_of(const std::vector<Blocks::Piece>& pieces) {
   for (const Blocks::Piece& piece : pieces) ranges.push_back({piece.offset, piece.size});
   return ranges;
 }
+
+class DiskBackup final : public Backup {
+ public:
+  DiskBackup(HostArena& staging, DiskStore& store, const std::string& directory, Ranges parts)
+      : Backup(std::move(parts)), blocks(runs()), staging_(staging), store_(store), directory_(directory) {
+    checksums_.resize(blocks.count());
+    file_ = store_.take(directory_, round_up(bytes(), kFileAlignment));
+  }
+  ~DiskBackup() override { store_.put(std::move(file_), round_up(bytes(), kFileAlignment)); }
+
+  const Blocks blocks;  // end to end in the file
+  HostArena& staging() const { return staging_; }
+
+  // Callable from any thread, one block each. `memory`: Blocks::kSize bytes, page-aligned. They throw Error, load() also
+  // if the checksum differs.
+  void save(std::size_t block, std::byte* memory) {
+    const std::size_t used = blocks.bytes(block), size = size_of(block);
+    std::memset(memory + used, 0, size - used);
+    checksums_[block] = checksum(memory, size);
+    try {
+      file_->write(memory, size, block * Blocks::kSize);
+    } catch (const Error& failure) {
+      throw error(failure.what());
+    }
+  }
+
+  void load(std::size_t block, std::byte* memory) const {
+    try {
+      file_->read(memory, size_of(block), block * Blocks::kSize);
+    } catch (const Error& failure) {
+      throw error(failure.what());
+    }
+    if (checksum(memory, size_of(block)) != checksums_[block])
+      throw error("the checksum of the file's block at byte " + std::to_string(block * Blocks::kSize) +
+                  " differs from the one that was written");
+  }
+
+  std::unique_ptr<Saver> saver(Driver& driver, Ranges batches) override;
+  std::unique_ptr<Loader> loader(Driver& driver, Ranges wanted) override;
+  std::byte* view(Range) override { throw error("the contents are in a file: use clone=True"); }
+
+  // Through memory that is not pinned, which needs no driver call: the context may be dead.
+  void read(Range range, std::byte* to) override {
+    const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(kFileAlignment, Blocks::kSize),
+                                                             &std::free);
+    if (memory == nullptr) throw error("the system has no memory for a block of it");
+    auto* const data = static_cast<std::byte*>(memory.get());
+    for (std::size_t block = 0; block < blocks.count(); ++block) {
+      const auto pieces = blocks.pieces(block);
+      if (intersect(ranges_of(pieces), {range}).empty()) continue;
+      load(block, data);
+      for (const Blocks::Piece& piece : pieces)
+        for (const Range& part : intersect({{piece.offset, piece.size}}, {range}))
+          std::memcpy(to + (part.offset - range.offset), data + piece.in_block + (part.offset - piece.offset), part.size);
+    }
+  }
+
+ private:
+  // In the file: whole pages.
+  std::size_t size_of(std::size_t block) const { return round_up(blocks.bytes(block), kFileAlignment); }
+  BackupError error(const std::string& what) const {
+    return BackupError("a backup of " + std::to_string(bytes()) + " bytes in " + directory_ + ": " + what, bytes(),
+                       store_.held_bytes(), 0);
+  }
+
+  HostArena& staging_;
+  DiskStore& store_;
+  const std::string directory_;
+  std::vector<std::uint64_t> checksums_;
+  std::unique_ptr<ScratchFile> file_;
+};
 
 // The copies of one transfer, in one of both directions. Threads process the blocks; the first error stops all of them.
 class DiskCopies final : public Saver, public Loader {
@@ -191,45 +265,6 @@ class DiskCopies final : public Saver, public Loader {
   bool stopped_ = false;
 };
 
-}  // namespace
-
-DiskBackup::DiskBackup(HostArena& staging, DiskStore& store, const std::string& directory, Ranges parts)
-    : Backup(std::move(parts)), blocks(runs()), staging_(staging), store_(store), directory_(directory) {
-  checksums_.resize(blocks.count());
-  file_ = store_.take(directory_, round_up(bytes(), kFileAlignment));
-}
-
-DiskBackup::~DiskBackup() { store_.put(std::move(file_), round_up(bytes(), kFileAlignment)); }
-
-BackupError DiskBackup::error(const std::string& what) const {
-  return BackupError("a backup of " + std::to_string(bytes()) + " bytes in " + directory_ + ": " + what, bytes(),
-                     store_.held_bytes(), 0);
-}
-
-std::size_t DiskBackup::size_of(std::size_t block) const { return round_up(blocks.bytes(block), kFileAlignment); }
-
-void DiskBackup::save(std::size_t block, std::byte* memory) {
-  const std::size_t used = blocks.bytes(block), size = size_of(block);
-  std::memset(memory + used, 0, size - used);
-  checksums_[block] = checksum(memory, size);
-  try {
-    file_->write(memory, size, block * Blocks::kSize);
-  } catch (const Error& failure) {
-    throw error(failure.what());
-  }
-}
-
-void DiskBackup::load(std::size_t block, std::byte* memory) const {
-  try {
-    file_->read(memory, size_of(block), block * Blocks::kSize);
-  } catch (const Error& failure) {
-    throw error(failure.what());
-  }
-  if (checksum(memory, size_of(block)) != checksums_[block])
-    throw error("the checksum of the file's block at byte " + std::to_string(block * Blocks::kSize) +
-                " differs from the one that was written");
-}
-
 std::unique_ptr<Saver> DiskBackup::saver(Driver& driver, Ranges batches) {
   return std::make_unique<DiskCopies>(*this, driver, Direction::out, std::move(batches));
 }
@@ -240,22 +275,10 @@ std::unique_ptr<Loader> DiskBackup::loader(Driver& driver, Ranges wanted) {
   return copies;
 }
 
-std::byte* DiskBackup::view(Range) { throw error("the contents are in a file: use clone=True"); }
+}  // namespace
 
-// Through memory that is not pinned, which needs no driver call: the context may be dead.
-void DiskBackup::read(Range range, std::byte* to) {
-  const std::unique_ptr<void, decltype(&std::free)> memory(std::aligned_alloc(kFileAlignment, Blocks::kSize),
-                                                           &std::free);
-  if (memory == nullptr) throw error("the system has no memory for a block of it");
-  auto* const data = static_cast<std::byte*>(memory.get());
-  for (std::size_t block = 0; block < blocks.count(); ++block) {
-    const auto pieces = blocks.pieces(block);
-    if (intersect(ranges_of(pieces), {range}).empty()) continue;
-    load(block, data);
-    for (const Blocks::Piece& piece : pieces)
-      for (const Range& part : intersect({{piece.offset, piece.size}}, {range}))
-        std::memcpy(to + (part.offset - range.offset), data + piece.in_block + (part.offset - piece.offset), part.size);
-  }
+std::shared_ptr<Backup> disk_backup(HostArena& staging, DiskStore& store, const std::string& directory, Ranges parts) {
+  return std::make_shared<DiskBackup>(staging, store, directory, std::move(parts));
 }
 
 std::unique_ptr<ScratchFile> DiskStore::take(const std::string& directory, std::size_t bytes) {

@@ -48,6 +48,13 @@ auto overlapping(Map& map, Range range) {
   return std::ranges::subrange(first, range.size == 0 ? first : map.lower_bound(range.end()));
 }
 
+// The ranges of such entries.
+Ranges entries_of(const auto& entries) {
+  Ranges found;
+  for (const auto& [begin, value] : entries) found.push_back({begin, size_of(value)});
+  return found;
+}
+
 // The entry of such a map that holds an address; end() if there is none.
 template <typename Map>
 auto entry_at(Map& map, std::size_t address) {

@@ -2,7 +2,7 @@
 
 #include "bindings/bindings.h"
 #include "driver/physical.h"
-#include "pool/sentinel.h"
+#include "pool/link.h"
 
 namespace memsaver {
 namespace {

@@ -182,10 +182,10 @@ Region* make_region(const std::string& tag, const std::string& device, Policy ba
 
 // The region of torch's default pool on a CUDA device, which is made at the first call.
 Region* default_pool(const std::string& tag, const std::string& device, Policy backup) {
-  if (Region* known = default_pools().on(core().device(device).driver->ordinal())) return known;
+  if (Region* known = default_pool_on(core().device(device).driver->ordinal())) return known;
   Region& made = core().region(tag, device, {.policy = backup, .most_slack = 0, .placed = true});
   if (!made.placed) throw BadArgument("region '" + tag + "' on " + device + " exists, expected a new tag");
-  default_pools().add(made);
+  add_default_pool(made);
   return &made;
 }
 
@@ -232,9 +232,7 @@ void bind_regions(nb::module_& module) {
       .def("allocate_array", &allocate_array, "size"_a);
   module.def("region", &make_region, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a,
              "frozen"_a = false, "fill"_a = Fill::clean, "one_handle"_a = false);
-  module.def(
-      "bind_default_pools", [](const std::string& library) { return default_pools().bind(library); }, "library"_a,
-      unlocked);
+  module.def("bind_default_pools", &bind_default_pools, "library"_a, unlocked);
   module.def("default_pool", &default_pool, unlocked, nb::rv_policy::reference, "tag"_a, "device"_a, "backup"_a);
   module.def("region_memory", &region_memory);
   module.def("region_count", [] { return core().region_count(); });

@@ -5,7 +5,8 @@
 #include <memory>
 #include <utility>
 
-#include "backup/common_backup.h"
+#include "backup/backup.h"
+#include "backup/common_memory.h"
 #include "bindings/bindings.h"
 #include "transitions/transition.h"
 
@@ -22,7 +23,7 @@ struct OwnedTransition : Transition {
 };
 
 void prepare(OwnedTransition& transition, const std::vector<Policy>& policies, std::vector<Ranges> live,
-             const std::vector<bool>& restore, std::vector<std::shared_ptr<CommonBackup>> common) {
+             const std::vector<bool>& restore, std::vector<std::shared_ptr<Backup>> common) {
   std::vector<Pause> pauses;
   const auto& pausing = transition.pausing();
   for (std::size_t i = 0; i < pausing.size(); ++i)
@@ -49,12 +50,11 @@ nb::dict run(OwnedTransition& transition, const nb::object& arrived) {
 }
 
 // `sums`: two numbers for each block of the parts, end to end.
-std::shared_ptr<CommonBackup> common_backup(std::shared_ptr<CommonMemory> memory, Ranges parts,
-                                            const std::vector<std::uint64_t>& sums, std::optional<double> timeout) {
+std::shared_ptr<Backup> make_common_backup(std::shared_ptr<CommonMemory> memory, Ranges parts,
+                                           const std::vector<std::uint64_t>& sums, std::optional<double> timeout) {
   std::vector<CommonMemory::Sum> pairs;
   for (std::size_t i = 0; i + 1 < sums.size(); i += 2) pairs.push_back({sums[i], sums[i + 1]});
-  return std::make_shared<CommonBackup>(std::move(memory), std::move(parts), pairs,
-                                        timeout ? deadline_in(*timeout) : kNever);
+  return common_backup(std::move(memory), std::move(parts), pairs, timeout ? deadline_in(*timeout) : kNever);
 }
 
 }  // namespace
@@ -66,7 +66,7 @@ inline constexpr auto fields<Stages::Event> = [](const Stages::Event& each) {
 
 void bind_transitions(nb::module_& module) {
   // Made here, and not by their classes: they find their owners by shared_from_this(), and the end of one needs no GIL.
-  nb::class_<CommonBackup>(module, "CommonBackup");
+  nb::class_<Backup>(module, "CommonBackup");
   nb::class_<CommonMemory>(module, "CommonMemory").def("leave", &CommonMemory::leave, unlocked);
   module.def(
       "common_memory",
@@ -75,7 +75,7 @@ void bind_transitions(nb::module_& module) {
       },
       "device"_a, "path"_a, "what"_a, "rank"_a, unlocked);
   module.attr("COMMON_BLOCK") = Blocks::kSize;
-  module.def("common_backup", &common_backup, "memory"_a, "parts"_a, "sums"_a, "timeout"_a.none(), unlocked);
+  module.def("common_backup", &make_common_backup, "memory"_a, "parts"_a, "sums"_a, "timeout"_a.none(), unlocked);
   nb::class_<OwnedTransition>(module, "Transition")
       .def(
           "__init__",
@@ -99,7 +99,7 @@ void bind_transitions(nb::module_& module) {
       .def_prop_ro("continued", &OwnedTransition::continued, nb::rv_policy::reference)
       .def_prop_ro("discarded", &OwnedTransition::discarded, nb::rv_policy::reference)
       .def("prepare", &prepare, "policies"_a, "live"_a, "restore"_a,
-           "common"_a = std::vector<std::shared_ptr<CommonBackup>>(), unlocked)
+           "common"_a = std::vector<std::shared_ptr<Backup>>(), unlocked)
       .def("run", &run, "arrived"_a.none() = nb::none());
 }
 

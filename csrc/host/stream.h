@@ -7,6 +7,8 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <thread>
+#include <utility>
 
 #include "base/scoped.h"
 
@@ -17,15 +19,48 @@ class Stream : Immovable {
  public:
   using Work = std::function<void()>;
 
-  void submit(Work work);  // to run after all earlier work
-  std::uint64_t submitted() const;
-  bool done(std::uint64_t number) const;  // whether the work up to this number, counted from 1, is done
-  void wait(std::uint64_t number) const;
-  void abandon();                       // work that has not begun never runs, and counts as done
+  void submit(Work work) {  // to run after all earlier work
+    std::lock_guard lock(mutex_);
+    if (!running_) std::thread([this] { run(); }).detach();
+    running_ = true;
+    queue_.push_back(std::move(work));
+    ++submitted_;
+    changed_.notify_all();
+  }
+  std::uint64_t submitted() const {
+    std::lock_guard lock(mutex_);
+    return submitted_;
+  }
+  bool done(std::uint64_t number) const {  // whether the work up to this number, counted from 1, is done
+    std::lock_guard lock(mutex_);
+    return done_locked() >= number;
+  }
+  void wait(std::uint64_t number) const {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return done_locked() >= number; });
+  }
+  void abandon() {  // work that has not begun never runs, and counts as done
+    std::lock_guard lock(mutex_);
+    queue_.clear();
+    changed_.notify_all();
+  }
   std::atomic<bool> is_unused = false;  // it was destroyed, and can be created again
 
  private:
-  void run();
+  void run() {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [this] { return !queue_.empty(); });
+      const Work work = std::move(queue_.front());
+      queue_.pop_front();
+      working_on_ = submitted_ - queue_.size();
+      lock.unlock();
+      work();
+      lock.lock();
+      working_on_ = 0;
+      changed_.notify_all();
+    }
+  }
   std::uint64_t done_locked() const { return working_on_ != 0 ? working_on_ - 1 : submitted_ - queue_.size(); }
 
   mutable std::mutex mutex_;

@@ -1,5 +1,6 @@
 #include "pool/link.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -7,6 +8,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 
 #include "base/errors.h"
 
@@ -133,6 +135,16 @@ Message Link::expect(wire::Kind kind, std::chrono::milliseconds timeout) {
   if (!message) throw BrokerError("the broker at " + path + " does not answer", path);
   if (message->kind == kind) return std::move(*message);
   throw BrokerError("the broker at " + path + " refuses: " + message->text, path);
+}
+
+File sentinel() {
+  static std::mutex mutex;
+  static int ends[2] = {-1, -1};  // never closed: the write end must stay open until the exit of the process
+  std::lock_guard lock(mutex);
+  if (ends[0] < 0 && ::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) throw DriverError("pipe2", errno, std::strerror(errno));
+  const int copy = ::fcntl(ends[0], F_DUPFD_CLOEXEC, 0);
+  if (copy < 0) throw DriverError("fcntl", errno, std::strerror(errno));
+  return File(copy);
 }
 
 }  // namespace memsaver

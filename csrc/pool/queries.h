@@ -15,10 +15,26 @@ class Queries {
   // Notes a query about a device. Returns whether a thread has called next(), and answers.
   // "caches": return the memory that torch caches, see regions/reclaimer.h. "report": send the broker a report of this
   // process. "wait": a call has waited long for memory of the shared pool. "copies": offered contents were copied.
-  bool note(const std::string& kind, const std::string& device);
+  bool note(const std::string& kind, const std::string& device) {
+    std::lock_guard lock(mutex_);
+    if (!served_ || stopped_) return false;
+    noted_.emplace(kind, device);
+    changed_.notify_all();
+    return true;
+  }
   // Waits for a query and returns it; nullopt: the interpreter exits.
-  std::optional<std::pair<std::string, std::string>> next();
-  void stop();  // ends next(), for good
+  std::optional<std::pair<std::string, std::string>> next() {
+    std::unique_lock lock(mutex_);
+    served_ = true;
+    changed_.wait(lock, [this] { return stopped_ || !noted_.empty(); });
+    if (stopped_) return std::nullopt;
+    return std::move(noted_.extract(noted_.begin()).value());
+  }
+  void stop() {  // ends next(), for good
+    std::lock_guard lock(mutex_);
+    stopped_ = true;
+    changed_.notify_all();
+  }
 
  private:
   std::mutex mutex_;  // no other lock is taken under it
@@ -27,6 +43,9 @@ class Queries {
   bool served_ = false, stopped_ = false;
 };
 
-Queries& queries();  // never destroyed, as Core
+inline Queries& queries() {
+  static auto* only = new Queries;  // never destroyed, as Core
+  return *only;
+}
 
 }  // namespace memsaver

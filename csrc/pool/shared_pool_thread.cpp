@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "pool/queries.h"
-#include "pool/sentinel.h"
 #include "pool/shared_pool.h"
 
 namespace memsaver {

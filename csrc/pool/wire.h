@@ -13,7 +13,7 @@
 //   hello     version, client, pid  + descriptor   text: the device's uuid for a broker, else empty. `client`: a random
 //                                                  number, the same for the life of the process; `pid`: in the client's
 //                                                  own pid namespace. The descriptor: the read end of the process's
-//                                                  sentinel (csrc/pool/sentinel.h); a tool, which gets no memory, has
+//                                                  sentinel (csrc/pool/link.h); a tool, which gets no memory, has
 //                                                  none -> welcome
 //   client -> broker
 //   inventory {chunk, size}...                     after welcome, before each other message about memory: the chunks in

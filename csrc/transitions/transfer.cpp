@@ -7,8 +7,6 @@
 #include <utility>
 
 #include "backup/disk_backup.h"
-#include "backup/host_backup.h"
-#include "backup/pieced_backup.h"
 #include "regions/device_wait.h"
 #include "regions/eviction.h"
 
@@ -23,8 +21,8 @@ Range range_of(const std::vector<Slot>& neighbours) { return {neighbours.front()
 
 // In the directory; without one, or without contents, in host memory.
 std::shared_ptr<Backup> new_backup(Device& device, const std::string& directory, Ranges contents) {
-  if (directory.empty() || contents.empty()) return std::make_shared<HostBackup>(device.arena, std::move(contents));
-  return std::make_shared<DiskBackup>(device.arena, device.files, directory, std::move(contents));
+  if (directory.empty() || contents.empty()) return host_backup(device.arena, std::move(contents));
+  return disk_backup(device.arena, device.files, directory, std::move(contents));
 }
 
 }  // namespace
@@ -120,7 +118,7 @@ void Transfer::save_where(Leaving& leaving) {
     leaving.backup = std::move(leaving.common);
   } else if (const std::string directory = leaving.policy == Policy::disk ? core().disk_directory() : "";
              leaving.lazy) {
-    leaving.backup = std::make_shared<PiecedBackup>(leaving.live, [&device = device_, directory](Ranges contents) {
+    leaving.backup = pieced_backup(leaving.live, [&device = device_, directory](Ranges contents) {
       return new_backup(device, directory, std::move(contents));
     });
   } else {

@@ -1,4 +1,4 @@
-"""torch's default pool as a region, with expandable segments: see csrc/torch/default_pools.h."""
+"""torch's default pool as a region, with expandable segments: see csrc/torch/default_pools.cpp."""
 
 from __future__ import annotations
 

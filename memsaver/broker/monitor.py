@@ -1,7 +1,7 @@
 """Watches processes: detects that a process has exited, and that none of its kernels can run any more.
 
 A process has *exited* when its pidfd is readable. It is *torn down* when, in addition, its sentinels have hung up, the
-processes that may have its descriptors have exited, and the driver no longer lists it. csrc/pool/sentinel.h has the
+processes that may have its descriptors have exited, and the driver no longer lists it. csrc/pool/link.h has the
 reasons.
 The processes that may have its descriptors are the children that it had before its sentinel, their descendants, those
 that a scan after its exit finds with a sentinel, and those that are exiting when its sentinels have hung up: an exiting

@@ -21,10 +21,9 @@ APART = "preload"  # a library of its own: it includes its own headers alone, an
 PRIVATE = {
     "contexts": {"driver"}, "physical": {"broker_bindings", "pool_bindings"},
     "calls": {"core", "broker_bindings"}, "addresses": {"calls"}, "ledger": {"addresses", "calls"}, "stream": {"calls"},
-    "host_backup": {"transfer"}, "disk_backup": {"transfer", "device"},
+    "disk_backup": {"transfer", "device"},
     "host_memory": {"pinned_memory", "process_bindings"},
-    "link": {"pool_request", "shared_pool", "shared_pool_thread"}, "pool_request": {"shared_pool"},
-    "sentinel": {"shared_pool_thread", "pool_bindings"},
+    "link": {"pool_request", "shared_pool", "shared_pool_thread", "pool_bindings"}, "pool_request": {"shared_pool"},
 }  # fmt: skip
 # The files that may make a system call: device memory only in the drivers, host memory in backups and the ledger.
 SYSTEM = {
@@ -33,11 +32,11 @@ SYSTEM = {
         "contexts",
         "cuda_api",
         "driver",
-        "intercepted_calls",
+        "default_pools",
         "physical",
     },
     r"\bnvml[A-Z]\w*": {"cuda_api"},
-    r"\bdlopen\b": {"cuda_api", "preload", "intercepted_calls"},
+    r"\bdlopen\b": {"cuda_api", "preload", "default_pools"},
     r"\bmemfd_create\b": {"addresses", "common_memory"},
     r"\bMAP_FIXED\b": {"pinned_memory", "addresses"},
     r"\bmmap\(": {"pinned_memory", "addresses", "ledger", "common_memory"},
