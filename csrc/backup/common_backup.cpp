@@ -16,15 +16,15 @@ constexpr auto kLook = std::chrono::microseconds(200);
 
 class CommonBackup final : public PinnedBackup {
  public:
-  CommonBackup(std::shared_ptr<CommonMemory> memory, Ranges parts,
-                             const std::vector<CommonMemory::Sum>& sums, Deadline deadline)
+  CommonBackup(std::shared_ptr<CommonMemory> memory, Ranges parts, const std::vector<CommonMemory::Sum>& sums,
+               Deadline deadline)
       : PinnedBackup(std::move(parts)), memory_(std::move(memory)), blocks_(runs()) {
     if (sums.size() != blocks_.count()) throw BadArgument("there are sums of other contents");
     memory_->rely(bytes(), sums, deadline);
     bool done = true;
     for (std::size_t block = 0; block < blocks_.count(); ++block) done &= memory_->is_done(block);
     if (!done) return;
-    for (const Range& part : this->parts()) saved.add(part);
+    saved.add(this->parts());
   }
   ~CommonBackup() override { memory_->release(); }
 
@@ -82,7 +82,7 @@ class CommonSaver final : public Saver {
       finish(queued);
     }
     for (const std::size_t block : blocks_[batch]) await(block);
-    for (const Range& range : intersect(backup_.parts(), {batches_[batch]})) backup_.saved.add(range);
+    backup_.saved.add(intersect(backup_.parts(), {batches_[batch]}));
   }
 
  private:

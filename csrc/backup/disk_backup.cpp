@@ -73,8 +73,8 @@ class DiskBackup final : public Backup {
   const Blocks blocks;  // end to end in the file
   HostArena& staging() const { return staging_; }
 
-  // Callable from any thread, one block each. `memory`: Blocks::kSize bytes, page-aligned. They throw Error, load() also
-  // if the checksum differs.
+  // Callable from any thread, one block each. `memory`: Blocks::kSize bytes, page-aligned. They throw Error, load()
+  // also if the checksum differs.
   void save(std::size_t block, std::byte* memory) {
     const std::size_t used = blocks.bytes(block), size = size_of(block);
     std::memset(memory + used, 0, size - used);
@@ -113,7 +113,8 @@ class DiskBackup final : public Backup {
       load(block, data);
       for (const Blocks::Piece& piece : pieces)
         for (const Range& part : intersect({{piece.offset, piece.size}}, {range}))
-          std::memcpy(to + (part.offset - range.offset), data + piece.in_block + (part.offset - piece.offset), part.size);
+          std::memcpy(to + (part.offset - range.offset), data + piece.in_block + (part.offset - piece.offset),
+                      part.size);
     }
   }
 
@@ -226,7 +227,7 @@ class DiskCopies final : public Saver, public Loader {
     driver_.wait(driver_.mark(Direction::out));
     backup_.save(block, staging.data());
     std::lock_guard lock(mutex_);
-    for (const Range& range : ranges_of(pieces)) backup_.saved.add(range);
+    backup_.saved.add(ranges_of(pieces));
   }
 
   void load(std::size_t block, const Staging& staging) {
@@ -340,16 +341,6 @@ std::size_t DiskStore::release_idle() {
   for (const auto& file : closed) bytes += file->size();
   held_bytes_ -= bytes;
   return bytes;
-}
-
-std::size_t DiskStore::held_bytes() const {
-  std::lock_guard lock(mutex_);
-  return held_bytes_;
-}
-
-std::size_t DiskStore::used_bytes() const {
-  std::lock_guard lock(mutex_);
-  return used_bytes_;
 }
 
 }  // namespace memsaver

@@ -23,8 +23,14 @@ class DiskStore {
   std::unique_ptr<ScratchFile> take(const std::string& directory, std::size_t bytes);
   void put(std::unique_ptr<ScratchFile> file, std::size_t bytes) noexcept;
   std::size_t release_idle();  // closes the files without contents; returns their bytes
-  std::size_t held_bytes() const;
-  std::size_t used_bytes() const;
+  std::size_t held_bytes() const {
+    std::lock_guard lock(mutex_);
+    return held_bytes_;
+  }
+  std::size_t used_bytes() const {
+    std::lock_guard lock(mutex_);
+    return used_bytes_;
+  }
 
  private:
   std::unique_ptr<ScratchFile> take_idle(const std::string& directory, std::size_t bytes);

@@ -138,7 +138,7 @@ class HostSaver final : public Saver {
     queue_up_to(std::min(batch + kAhead, batches_.size()));
     if (tickets_[batch] == nullptr) return;
     driver_.wait(tickets_[batch]);
-    for (const Range& range : todo_[batch]) backup_.saved.add(range);
+    backup_.saved.add(todo_[batch]);
   }
 
  private:

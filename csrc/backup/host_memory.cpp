@@ -185,21 +185,6 @@ void check_nodes(const void* data, const std::vector<int>& nodes) {
     throw Error("/proc/self/numa_maps does not list the nodes of the pages, and a node may be memory of a GPU");
 }
 
-void HostBudget::set_limit(std::optional<std::size_t> bytes) {
-  std::lock_guard lock(mutex_);
-  limit_ = bytes;
-}
-
-void HostBudget::use_nodes_with_cpus() {
-  std::lock_guard lock(mutex_);
-  nodes_with_cpus_ = true;
-}
-
-void HostBudget::check(std::size_t bytes) const {
-  std::lock_guard lock(mutex_);
-  check_locked(bytes);
-}
-
 std::size_t HostBudget::left_locked() const {
   return limit_ ? *limit_ - std::min(*limit_, held_) : host_memory_left(nodes_with_cpus_);
 }
@@ -222,17 +207,6 @@ std::size_t HostBudget::slab(std::size_t bytes) const {
   if (limit_) return bytes;
   // Other processes may take memory at the same time: near the limit each takes a small part of the rest.
   return std::min(bytes, std::max(kPage, left_locked() / kSharers / kPage * kPage));
-}
-
-void HostBudget::take(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  check_locked(bytes);
-  held_ += bytes;
-}
-
-void HostBudget::put(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  held_ -= bytes;
 }
 
 }  // namespace memsaver

@@ -32,12 +32,28 @@ class HostBudget {
   static constexpr std::size_t kLargestSlab = std::size_t{1} << 30;  // one registration each
 
   // Without a limit: the bytes of host_memory_left().
-  void set_limit(std::optional<std::size_t> bytes);
-  void use_nodes_with_cpus();  // counts these nodes alone from here on: others may be memory of a GPU
+  void set_limit(std::optional<std::size_t> bytes) {
+    std::lock_guard lock(mutex_);
+    limit_ = bytes;
+  }
+  void use_nodes_with_cpus() {  // counts these nodes alone from here on: others may be memory of a GPU
+    std::lock_guard lock(mutex_);
+    nodes_with_cpus_ = true;
+  }
   // Both throw BackupError, with the figures, if `bytes` exceed the budget. check() takes nothing.
-  void check(std::size_t bytes) const;
-  void take(std::size_t bytes);
-  void put(std::size_t bytes);
+  void check(std::size_t bytes) const {
+    std::lock_guard lock(mutex_);
+    check_locked(bytes);
+  }
+  void take(std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    check_locked(bytes);
+    held_ += bytes;
+  }
+  void put(std::size_t bytes) {
+    std::lock_guard lock(mutex_);
+    held_ -= bytes;
+  }
   std::size_t slab(std::size_t bytes) const;  // the size of the next slab, of `bytes` to be taken
 
  private:

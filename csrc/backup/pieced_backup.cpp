@@ -94,7 +94,7 @@ class PieceSaver final : public Saver {
     if (!piece_->complete()) drain_copies(driver_);  // its memory may return to the arena
     const Ranges saved = piece_->saved.within(kEverywhere);
     if (saved.empty()) return;
-    for (const Range& range : saved) whole_.saved.add(range);
+    whole_.saved.add(saved);
     if (std::find(whole_.pieces_.begin(), whole_.pieces_.end(), piece_) != whole_.pieces_.end()) return;
     whole_.kept_ += piece_->bytes();
     whole_.pieces_.push_back(std::move(piece_));

@@ -249,19 +249,4 @@ std::size_t HostArena::release_idle() {
   return released;
 }
 
-std::size_t HostArena::held_bytes() const {
-  std::lock_guard lock(mutex_);
-  return held_;
-}
-
-std::size_t HostArena::used_bytes() const {
-  std::lock_guard lock(mutex_);
-  return held_ - idle_.bytes();
-}
-
-std::size_t HostArena::idle_bytes() const {
-  std::lock_guard lock(mutex_);
-  return idle_.bytes();
-}
-
 }  // namespace memsaver

@@ -47,9 +47,18 @@ class HostArena {
   bool unmap_file(Extent extent);
 
   std::size_t release_idle();  // returns slabs without contents to the system; returns their bytes
-  std::size_t held_bytes() const;
-  std::size_t used_bytes() const;
-  std::size_t idle_bytes() const;
+  std::size_t held_bytes() const {
+    std::lock_guard lock(mutex_);
+    return held_;
+  }
+  std::size_t used_bytes() const {
+    std::lock_guard lock(mutex_);
+    return held_ - idle_.bytes();
+  }
+  std::size_t idle_bytes() const {
+    std::lock_guard lock(mutex_);
+    return idle_.bytes();
+  }
   std::size_t common_bytes() const { return common_; }  // of files
 
  private:

@@ -79,21 +79,6 @@ void RangeSet::add(Range range) {
   sizes_[begin] = end - begin;
 }
 
-bool RangeSet::covers(Range range) const {
-  const auto entry = entry_at(sizes_, range.offset);
-  return range.size == 0 || (entry != sizes_.end() && entry->first + entry->second >= range.end());
-}
-
-bool RangeSet::covers(const Ranges& ranges) const {
-  return std::all_of(ranges.begin(), ranges.end(), [this](const Range& range) { return covers(range); });
-}
-
-std::size_t RangeSet::bytes() const {
-  std::size_t bytes = 0;
-  for (const auto& [offset, size] : sizes_) bytes += size;
-  return bytes;
-}
-
 Ranges RangeSet::within(Range range) const {
   Ranges found;
   for (const auto& [offset, size] : overlapping(sizes_, range)) {

@@ -1,6 +1,7 @@
 // Ranges of bytes within a region, and sets of them.
 #pragma once
 
+#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <iterator>
@@ -65,10 +66,24 @@ auto entry_at(Map& map, std::size_t address) {
 // A set of bytes. Touching ranges are joined.
 class RangeSet {
  public:
+  RangeSet() = default;
+  explicit RangeSet(const Ranges& ranges) { add(ranges); }
   void add(Range range);
-  bool covers(Range range) const;
-  bool covers(const Ranges& ranges) const;
-  std::size_t bytes() const;
+  void add(const Ranges& ranges) {
+    for (const Range& range : ranges) add(range);
+  }
+  bool covers(Range range) const {
+    const auto entry = entry_at(sizes_, range.offset);
+    return range.size == 0 || (entry != sizes_.end() && entry->first + entry->second >= range.end());
+  }
+  bool covers(const Ranges& ranges) const {
+    return std::all_of(ranges.begin(), ranges.end(), [this](const Range& range) { return covers(range); });
+  }
+  std::size_t bytes() const {
+    std::size_t bytes = 0;
+    for (const auto& [offset, size] : sizes_) bytes += size;
+    return bytes;
+  }
   Ranges within(Range range) const;
   Ranges missing_from(const Ranges& ranges) const;  // the parts of `ranges` that are not in the set
 

@@ -47,32 +47,19 @@ void bind_driver(nb::module_& module) {
              if (ticket == nullptr) return std::nullopt;
              return WorkMark{&driver, ticket};
            })
-      .def(
-          "copy_out",
-          [](Driver& driver, std::uintptr_t host, Address address, std::size_t size) {
-            driver.copy_out(as_pointer(host), address, size);
-          },
-          "host"_a, "address"_a, "size"_a)
-      .def(
-          "copy_in",
-          [](Driver& driver, Address address, std::uintptr_t host, std::size_t size) {
-            driver.copy_in(address, as_pointer(host), size);
-          },
-          "address"_a, "host"_a, "size"_a)
+      .def("copy_out", [](Driver& driver, std::uintptr_t host, Address at,
+                          std::size_t size) { driver.copy_out(as_pointer(host), at, size); })
+      .def("copy_in", [](Driver& driver, Address at, std::uintptr_t host,
+                         std::size_t size) { driver.copy_in(at, as_pointer(host), size); })
       .def("fill", &Driver::fill, "address"_a, "size"_a, "byte"_a)
       .def("copy_within", &Driver::copy_within, "to"_a, "source"_a, "size"_a)
-      .def(
-          "mark",
-          [](Driver& driver, const std::string& direction) {
-            return WorkMark{&driver, driver.mark(direction == "out" ? Direction::out : Direction::in)};
-          },
-          "direction"_a)
+      .def("mark",
+           [](Driver& driver, const std::string& direction) {
+             return WorkMark{&driver, driver.mark(direction == "out" ? Direction::out : Direction::in)};
+           })
       .def("host_node", &Driver::host_node)
-      .def(
-          "pin", [](Driver& driver, std::uintptr_t host, std::size_t size) { driver.pin(as_pointer(host), size); },
-          "host"_a, "size"_a)
-      .def(
-          "unpin", [](Driver& driver, std::uintptr_t host) { driver.unpin(as_pointer(host)); }, "host"_a)
+      .def("pin", [](Driver& driver, std::uintptr_t host, std::size_t size) { driver.pin(as_pointer(host), size); })
+      .def("unpin", [](Driver& driver, std::uintptr_t host) { driver.unpin(as_pointer(host)); })
       .def("finish_copies", &Driver::finish_copies, unlocked);
   nb::class_<WorkMark>(module, "WorkMark")
       .def("done", [](const WorkMark& mark) { return mark.driver->done(mark.ticket); })

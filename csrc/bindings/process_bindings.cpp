@@ -12,12 +12,6 @@
 
 namespace memsaver {
 
-template <>
-inline constexpr auto fields<Device::Copied> = [](const Device::Copied& each) {  // times as time.monotonic()
-  const auto seconds = [](Deadline at) { return std::chrono::duration<double>(at.time_since_epoch()).count(); };
-  return std::make_tuple(seconds(each.began), seconds(each.ended), each.bytes);
-};
-
 Device& opened(const std::string& name) { return core().device(name); }
 
 namespace {
@@ -160,7 +154,6 @@ void bind_process(nb::module_& module) {
         opened(device).reclaimer.python_is_done(cached, why);
       },
       unlocked, "device"_a, "cached"_a, "why"_a);
-  module.def("take_copied", [](const std::string& device) { return opened(device).take_copied(); }, "device"_a);
   module.def("device_names", [] {
     std::vector<std::string> names;
     std::lock_guard lock(core().mutex);

@@ -1,9 +1,9 @@
 // The contexts whose work may access the memory of one device: its own, and those of peers with access. Their events.
 #pragma once
 
+#include <algorithm>
 #include <exception>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -31,10 +31,6 @@ class Scope : Immovable {
   int mode_ = kCaptureRelaxed;
 };
 
-// The primary context of a device, and a stream. They are released with their pointers.
-std::shared_ptr<void> retained_context(const Api& api, Device device);
-std::shared_ptr<void> new_stream(const Api& api, Context context);
-
 struct Mark {
   Context context;
   Event event;
@@ -45,8 +41,29 @@ struct Mark {
 class Events {
  public:
   explicit Events(const Api& api) : api_(api) {}
-  Mark take(Context context);  // the current one
-  void give(const Mark& mark) noexcept;
+  // A blocking event: the wait sleeps, so a long transition does not occupy a core.
+  Mark take(Context context) {  // the current one
+    {
+      const std::lock_guard lock(mutex_);
+      std::vector<Event>& idle = idle_[context];
+      if (!idle.empty()) {
+        const Mark mark{context, idle.back()};
+        idle.pop_back();
+        return mark;
+      }
+    }
+    Event event = nullptr;
+    check(api_, "cuEventCreate", api_.cuEventCreate(&event, kEventDisableTiming | kEventBlockingSync));
+    return {context, event};
+  }
+  void give(const Mark& mark) noexcept {
+    try {
+      const std::lock_guard lock(mutex_);
+      idle_[mark.context].push_back(mark.event);
+    } catch (const std::exception&) {
+      // No host memory for the note: the event is not used again.
+    }
+  }
 
  private:
   const Api& api_;
@@ -54,19 +71,70 @@ class Events {
   std::map<Context, std::vector<Event>> idle_;
 };
 
+inline AccessDesc access_for(Device device) { return {{kLocationDevice, device}, kAccessReadWrite}; }
+
+inline std::vector<Device> devices_that_reach(const Api& api, Device device) {
+  std::vector<Device> found;
+  for (const Device other : all_devices(api)) {
+    int can = 0;
+    if (other != device) check(api, "cuDeviceCanAccessPeer", api.cuDeviceCanAccessPeer(&can, other, device));
+    if (can != 0 && attribute_of(api, other, kAttributeVirtualMemory) != 0) found.push_back(other);
+  }
+  return found;
+}
+
+// Whether any library in the process has made the device's primary context.
+inline bool is_active(const Api& api, Device device) {
+  unsigned flags = 0;
+  int active = 0;
+  check(api, "cuDevicePrimaryCtxGetState", api.cuDevicePrimaryCtxGetState(device, &flags, &active));
+  return active != 0;
+}
+
 // Thread-safe.
 class Peers {
  public:
-  Peers(const Api& api, Device device, Context context);
+  Peers(const Api& api, Device device, Context context)
+      : api_(api),
+        device_(device),
+        reaching_(devices_that_reach(api, device)),
+        access_({access_for(device)}),
+        contexts_({context}),
+        devices_({device}) {}
 
   // Devices on which the process has a primary context now, and which can reach this one's memory.
-  std::vector<Device> candidates() const;
+  std::vector<Device> candidates() const {
+    std::vector<Device> found;
+    for (const Device device : reaching_)
+      if (is_active(api_, device)) found.push_back(device);
+    return found;
+  }
   // Gives access to these candidates and to the device itself from now on.
-  void use(const std::vector<Device>& devices);
+  void use(const std::vector<Device>& devices) {
+    std::vector<AccessDesc> access = {access_for(device_)};
+    const std::lock_guard one_at_a_time(using_);
+    for (const Device device : devices) {
+      access.push_back(access_for(device));
+      if (std::find(devices_.begin(), devices_.end(), device) != devices_.end()) continue;
+      Context context = nullptr;
+      check(api_, "cuDevicePrimaryCtxRetain", api_.cuDevicePrimaryCtxRetain(&context, device));
+      const std::lock_guard lock(mutex_);
+      devices_.push_back(device);
+      contexts_.push_back(context);
+    }
+    const std::lock_guard lock(mutex_);
+    access_ = std::move(access);
+  }
 
-  std::vector<AccessDesc> access() const;  // for a mapping that is made now
+  std::vector<AccessDesc> access() const {  // for a mapping that is made now
+    const std::lock_guard lock(mutex_);
+    return access_;
+  }
   // Of every device that ever had access, its own first: earlier mappings keep their access.
-  std::vector<Context> contexts() const;
+  std::vector<Context> contexts() const {
+    const std::lock_guard lock(mutex_);
+    return contexts_;
+  }
 
  private:
   const Api& api_;

@@ -6,6 +6,24 @@ namespace memsaver {
 
 using namespace cuda;
 
+namespace {
+
+// The primary context of a device, and a stream. They are released with their pointers.
+std::shared_ptr<void> retained_context(const Api& api, Device device) {
+  Context context = nullptr;
+  check(api, "cuDevicePrimaryCtxRetain", api.cuDevicePrimaryCtxRetain(&context, device));
+  return {context, [&api, device](Context) { api.cuDevicePrimaryCtxRelease(device); }};
+}
+
+std::shared_ptr<void> new_stream(const Api& api, Context context) {
+  const Scope scope(api, context);
+  Stream stream = nullptr;
+  check(api, "cuStreamCreate", api.cuStreamCreate(&stream, kStreamNonBlocking));
+  return {stream, [&api](Stream made) { api.cuStreamDestroy(made); }};
+}
+
+}  // namespace
+
 Driver::Driver(const Platform& platform, Device device, std::string device_name)
     : name(std::move(device_name)),
       platform_(platform),
@@ -19,18 +37,6 @@ Driver::Driver(const Platform& platform, Device device, std::string device_name)
       in_(new_stream(api_, context_)),
       events_(api_) {
   exports();  // makes it known, unless the device is full
-}
-
-// Acts in the context of the device or of a peer. Errors of a peer with a dead context are ignored: it has no work
-// left to wait for.
-template <typename Act>
-void Driver::within(Context context, Act act) const {
-  try {
-    const Scope scope(api_, context);
-    act();
-  } catch (const DriverError& error) {
-    if (context == context_ || !error.context_lost) throw;
-  }
 }
 
 Driver::Memory Driver::memory() {
@@ -54,28 +60,6 @@ std::vector<Driver::Holding> Driver::holdings() const {
   return found;
 }
 
-int Driver::host_node() const {
-  int node = -1;
-  const Result code = api_.cuDeviceGetAttribute(&node, kAttributeHostNode, device_);
-  return code == kSuccess ? node : -1;  // drivers before 12.2 lack the attribute
-}
-
-Address Driver::reserve(std::size_t size) {
-  DevicePointer address = 0;
-  make("cuMemAddressReserve", api_.cuMemAddressReserve, &address, size, kPage, 0, 0);
-  return static_cast<Address>(address);
-}
-
-void Driver::unreserve(Address address, std::size_t size) {
-  make("cuMemAddressFree", api_.cuMemAddressFree, address, size);
-}
-
-AllocationProp Driver::with(int handle_types) const {
-  AllocationProp properties = plain_;
-  properties.handle_types = handle_types;
-  return properties;
-}
-
 // Whether the driver creates memory with a type of handle, which needs more than the attribute of the device says: some
 // platforms refuse descriptors nevertheless, and fabric handles need a channel of IMEX. So a page is created once. A
 // full device creates none; the attribute counts then.
@@ -95,10 +79,6 @@ bool Driver::makes(int handle_type, std::optional<bool>& known) const {
   return *known;
 }
 
-bool Driver::exports() const {
-  return attribute_of(api_, device_, kAttributePosixFd) != 0 && makes(kHandlePosixFd, has_posix_);
-}
-
 Handle Driver::create(std::size_t size, bool whole) {
   const int posix = exports() ? kHandlePosixFd : 0;
   const int fabric = whole && posix != 0 && makes(kHandleFabric, has_fabric_) ? kHandleFabric : 0;
@@ -107,8 +87,6 @@ Handle Driver::create(std::size_t size, bool whole) {
   make("cuMemCreate", api_.cuMemCreate, &handle, size, &properties, 0);
   return handle;
 }
-
-void Driver::release(Handle handle) { make("cuMemRelease", api_.cuMemRelease, handle); }
 
 int Driver::export_fd(Handle handle) {
   if (!exports())
@@ -119,31 +97,14 @@ int Driver::export_fd(Handle handle) {
   return file;
 }
 
-Handle Driver::import_fd(int fd) {
-  AllocationHandle handle = 0;
-  void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
-  make("cuMemImportFromShareableHandle", api_.cuMemImportFromShareableHandle, &handle, as_pointer, kHandlePosixFd);
-  return handle;
-}
-
-Address Driver::allocate(std::size_t size) {
-  DevicePointer address = 0;
-  make("cuMemAlloc", api_.cuMemAlloc, &address, size);
-  return static_cast<Address>(address);
-}
-
-void Driver::free(Address address) { make("cuMemFree", api_.cuMemFree, address); }
-
 void Driver::map(Address address, std::size_t size, Handle handle) {
-  make("cuMemMap", api_.cuMemMap, address, size, 0, handle, 0);
+  try {
+    make("cuMemMap", api_.cuMemMap, address, size, 0, handle, 0);
+  } catch (const DriverError& error) {
+    if (!error.context_lost && is_mapped(address)) unmap(address, size);  // it was made, and the error is of other work
+    throw;
+  }
 }
-
-void Driver::allow(Address address, std::size_t size) {
-  const std::vector<AccessDesc> access = peers_.access();
-  make("cuMemSetAccess", api_.cuMemSetAccess, address, size, access.data(), access.size());
-}
-
-void Driver::unmap(Address address, std::size_t size) { make("cuMemUnmap", api_.cuMemUnmap, address, size); }
 
 bool Driver::is_mapped(Address address) {
   const Scope scope(api_, context_);
@@ -151,11 +112,6 @@ bool Driver::is_mapped(Address address) {
   if (api_.cuMemRetainAllocationHandle(&handle, reinterpret_cast<void*>(address)) != kSuccess) return false;
   check("cuMemRelease", api_.cuMemRelease(handle));
   return true;
-}
-
-void Driver::synchronize() {
-  for (Context context : peers_.contexts())
-    within(context, [&] { check("cuCtxSynchronize", api_.cuCtxSynchronize()); });
 }
 
 // Their events are used again after the last reference.
@@ -190,22 +146,6 @@ bool Driver::done(const Ticket& ticket) {
   return all;
 }
 
-void Driver::copy_out(void* host, Address address, std::size_t size) {
-  make("cuMemcpyDtoHAsync", api_.cuMemcpyDtoHAsync, host, address, size, out_.get());
-}
-
-void Driver::copy_in(Address address, const void* host, std::size_t size) {
-  make("cuMemcpyHtoDAsync", api_.cuMemcpyHtoDAsync, address, host, size, in_.get());
-}
-
-void Driver::fill(Address address, std::size_t size, unsigned char byte) {
-  make("cuMemsetD8Async", api_.cuMemsetD8Async, address, byte, size, in_.get());
-}
-
-void Driver::copy_within(Address to, Address from, std::size_t size) {
-  make("cuMemcpyDtoDAsync", api_.cuMemcpyDtoDAsync, to, from, size, in_.get());
-}
-
 Driver::Ticket Driver::mark(Direction direction) {
   const Scope scope(api_, context_);
   const auto marks = new_marks();
@@ -214,22 +154,6 @@ Driver::Ticket Driver::mark(Direction direction) {
   check("cuEventRecord", api_.cuEventRecord(marks->back().event, stream));
   return marks;
 }
-
-void Driver::wait(const Ticket& ticket) {
-  for (const Mark& mark : *ticket)
-    within(mark.context, [&] { check("cuEventSynchronize", api_.cuEventSynchronize(mark.event)); });
-}
-
-void Driver::finish_copies() {
-  make("cuStreamSynchronize", api_.cuStreamSynchronize, out_.get());
-  make("cuStreamSynchronize", api_.cuStreamSynchronize, in_.get());
-}
-
-void Driver::pin(void* host, std::size_t size) {
-  make("cuMemHostRegister", api_.cuMemHostRegister, host, size, kHostRegisterPortable);
-}
-
-void Driver::unpin(void* host) { make("cuMemHostUnregister", api_.cuMemHostUnregister, host); }
 
 int cuda_device_count() {
   try {

@@ -50,28 +50,53 @@ class Driver : Immovable {
   Memory memory();
   std::vector<Holding> holdings() const;                // those with known bytes, for memsaver/ledger
   bool lists_all() const { return !platform_.is_gpu; }  // a process without a row in holdings() holds nothing
-  int host_node() const;                                // the nearest NUMA node; -1 if unknown
+  int host_node() const {                               // the nearest NUMA node; -1 if unknown
+    int node = -1;
+    const cuda::Result code = api_.cuDeviceGetAttribute(&node, cuda::kAttributeHostNode, device_);
+    return code == cuda::kSuccess ? node : -1;  // drivers before 12.2 lack the attribute
+  }
   // Whether a NUMA node of the system is memory of a GPU. Backups must not be placed there.
   bool gpu_memory_is_host_memory() const { return any_is_numa_node(api_); }
 
   // Addresses. Sizes and addresses are multiples of kPage.
-  Address reserve(std::size_t size);
-  void unreserve(Address address, std::size_t size);
+  Address reserve(std::size_t size) {
+    cuda::DevicePointer address = 0;
+    make("cuMemAddressReserve", api_.cuMemAddressReserve, &address, size, kPage, 0, 0);
+    return static_cast<Address>(address);
+  }
+  void unreserve(Address address, std::size_t size) { make("cuMemAddressFree", api_.cuMemAddressFree, address, size); }
 
   // Physical memory. It is freed when its handle is released and its last mapping is gone, in either order.
   Handle create(std::size_t size, bool whole = false);  // `whole`: with all handle types for export
-  void release(Handle handle);
+  void release(Handle handle) { make("cuMemRelease", api_.cuMemRelease, handle); }
   int export_fd(Handle handle);  // the caller closes it
-  bool exports() const;          // false: chunks cannot be exported, so there is no shared pool
-  Handle import_fd(int fd);      // memory of another process; the caller closes the file
+  bool exports() const {         // false: chunks cannot be exported, so there is no shared pool
+    return attribute_of(api_, device_, cuda::kAttributePosixFd) != 0 && makes(cuda::kHandlePosixFd, has_posix_);
+  }
+  Handle import_fd(int fd) {  // memory of another process; the caller closes the file
+    cuda::AllocationHandle handle = 0;
+    void* as_pointer = reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
+    make("cuMemImportFromShareableHandle", api_.cuMemImportFromShareableHandle, &handle, as_pointer,
+         cuda::kHandlePosixFd);
+    return handle;
+  }
   // Memory with its address, as cudaMalloc makes it.
-  Address allocate(std::size_t size);
-  void free(Address address);  // waits for the device's work
+  Address allocate(std::size_t size) {
+    cuda::DevicePointer address = 0;
+    make("cuMemAlloc", api_.cuMemAlloc, &address, size);
+    return static_cast<Address>(address);
+  }
+  // Waits for the device's work.
+  void free(Address address) { make("cuMemFree", api_.cuMemFree, address); }
 
   // Mappings. Access to a mapped range faults until allow(). One call may allow or unmap several whole chunks.
+  // If map() throws, the range is not mapped. unmap() may throw after the call was made: see is_mapped().
   void map(Address address, std::size_t size, Handle handle);
-  void allow(Address address, std::size_t size);
-  void unmap(Address address, std::size_t size);
+  void allow(Address address, std::size_t size) {
+    const std::vector<cuda::AccessDesc> access = peers_.access();
+    make("cuMemSetAccess", api_.cuMemSetAccess, address, size, access.data(), access.size());
+  }
+  void unmap(Address address, std::size_t size) { make("cuMemUnmap", api_.cuMemUnmap, address, size); }
   // Whether a chunk is mapped at this address. Independent of the results of the calls above, which may report errors
   // of other work.
   bool is_mapped(Address address);
@@ -84,21 +109,40 @@ class Driver : Immovable {
 
   // Work. record() marks all work on the device; null if the driver cannot set such marks. record() and synchronize()
   // break a capture that is under way.
-  void synchronize();
+  void synchronize() {
+    for (cuda::Context context : peers_.contexts())
+      within(context, [&] { check("cuCtxSynchronize", api_.cuCtxSynchronize()); });
+  }
   Ticket record();
   bool done(const Ticket& ticket);
 
   // Copies. Asynchronous. Copies of one direction run in the order of their calls; the two directions run concurrently.
   // A copy does not wait for other work: synchronise first. mark() covers the copies of one direction so far.
-  void copy_out(void* host, Address address, std::size_t size);
-  void copy_in(Address address, const void* host, std::size_t size);
-  void fill(Address address, std::size_t size, unsigned char byte);  // queued with the copies in
-  void copy_within(Address to, Address from, std::size_t size);      // queued with the copies in
+  void copy_out(void* host, Address address, std::size_t size) {
+    make("cuMemcpyDtoHAsync", api_.cuMemcpyDtoHAsync, host, address, size, out_.get());
+  }
+  void copy_in(Address address, const void* host, std::size_t size) {
+    make("cuMemcpyHtoDAsync", api_.cuMemcpyHtoDAsync, address, host, size, in_.get());
+  }
+  void fill(Address address, std::size_t size, unsigned char byte) {  // queued with the copies in
+    make("cuMemsetD8Async", api_.cuMemsetD8Async, address, byte, size, in_.get());
+  }
+  void copy_within(Address to, Address from, std::size_t size) {  // queued with the copies in
+    make("cuMemcpyDtoDAsync", api_.cuMemcpyDtoDAsync, to, from, size, in_.get());
+  }
   Ticket mark(Direction direction);
-  void wait(const Ticket& ticket);
-  void finish_copies();  // waits for all queued copies, in both directions
-  void pin(void* host, std::size_t size);
-  void unpin(void* host);
+  void wait(const Ticket& ticket) {
+    for (const cuda::Mark& mark : *ticket)
+      within(mark.context, [&] { check("cuEventSynchronize", api_.cuEventSynchronize(mark.event)); });
+  }
+  void finish_copies() {  // waits for all queued copies, in both directions
+    make("cuStreamSynchronize", api_.cuStreamSynchronize, out_.get());
+    make("cuStreamSynchronize", api_.cuStreamSynchronize, in_.get());
+  }
+  void pin(void* host, std::size_t size) {
+    make("cuMemHostRegister", api_.cuMemHostRegister, host, size, cuda::kHostRegisterPortable);
+  }
+  void unpin(void* host) { make("cuMemHostUnregister", api_.cuMemHostUnregister, host); }
 
  private:
   void check(const char* call, cuda::Result code) const { cuda::check(api_, call, code); }
@@ -108,10 +152,23 @@ class Driver : Immovable {
     const cuda::Scope scope(api_, context_);
     check(which, call(arguments...));
   }
+  // Acts in the context of the device or of a peer. Errors of a peer with a dead context are ignored: it has no work
+  // left to wait for.
   template <typename Act>
-  void within(cuda::Context context, Act act) const;
+  void within(cuda::Context context, Act act) const {
+    try {
+      const cuda::Scope scope(api_, context);
+      act();
+    } catch (const DriverError& error) {
+      if (context == context_ || !error.context_lost) throw;
+    }
+  }
   std::shared_ptr<std::vector<cuda::Mark>> new_marks() const;
-  cuda::AllocationProp with(int handle_types) const;
+  cuda::AllocationProp with(int handle_types) const {
+    cuda::AllocationProp properties = plain_;
+    properties.handle_types = handle_types;
+    return properties;
+  }
   bool makes(int handle_type, std::optional<bool>& known) const;
 
   const cuda::Platform& platform_;

@@ -46,21 +46,21 @@ class RetainedPool::Request final : public ChunkRequest {
 
   Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) override {
     if (wait == WaitFor::memory) check_for_all();
-    if (fresh == 0) return pool_.make_whole(limit);
+    const bool whole = fresh == 0;
     // Idle chunks first, also small ones: creating memory beside idle memory would hold more than is needed.
-    if (Chunk idle = pool_.take_idle(limit)) {
+    if (Chunk idle = whole ? Chunk() : pool_.take_idle(limit)) {
       const std::size_t size = idle.size();
       return Chunk(pool_.driver_, std::move(idle).keep(), size, &pool_);
     }
-    std::size_t size = chunk_class(std::min(limit, fresh));
+    std::size_t size = whole ? limit : chunk_class(std::min(limit, fresh));
     for (;;) {
       try {
-        return Chunk(pool_.driver_, pool_.driver_.create(size), size, &pool_);
+        return Chunk(pool_.driver_, pool_.driver_.create(size, whole), size, whole ? nullptr : &pool_);
       } catch (const ChunkUnavailable&) {
         // The idle chunks are too large for this place: release them and try again. After that try smaller classes: the
         // last memory of a device is available in small chunks only.
         if (pool_.give_up(size) > 0) continue;
-        if (size == kPage) throw;
+        if (whole || size == kPage) throw;
         size = chunk_class(size - 1);
       }
     }
@@ -113,16 +113,6 @@ Chunk RetainedPool::take_idle(std::size_t limit) {
   return Chunk();
 }
 
-Chunk RetainedPool::make_whole(std::size_t size) {
-  for (;;) {
-    try {
-      return Chunk(driver_, driver_.create(size, true), size, nullptr);
-    } catch (const ChunkUnavailable&) {
-      if (give_up(size) == 0) throw;
-    }
-  }
-}
-
 std::size_t RetainedPool::give_up(std::size_t bytes) {
   std::size_t released = 0;
   while (released < bytes) {
@@ -132,14 +122,5 @@ std::size_t RetainedPool::give_up(std::size_t bytes) {
   }
   return released;
 }
-
-std::size_t RetainedPool::idle_bytes() const {
-  std::lock_guard lock(mutex_);
-  std::size_t bytes = 0;
-  for (const auto& [size, chunks] : idle_) bytes += size * chunks.size();
-  return bytes;
-}
-
-Supply RetainedPool::look() { return {driver_.memory().free + idle_bytes()}; }
 
 }  // namespace memsaver

@@ -155,13 +155,17 @@ class RetainedPool final : public ChunkSource {
   std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) override;
   void take_back(Chunk chunk) noexcept override;
   std::size_t give_up(std::size_t bytes);  // releases idle chunks to the driver; returns their bytes
-  std::size_t idle_bytes() const override;
-  Supply look() override;
+  std::size_t idle_bytes() const override {
+    std::lock_guard lock(mutex_);
+    std::size_t bytes = 0;
+    for (const auto& [size, chunks] : idle_) bytes += size * chunks.size();
+    return bytes;
+  }
+  Supply look() override { return {driver_.memory().free + idle_bytes()}; }
 
  private:
   class Request;
   Chunk take_idle(std::size_t limit);
-  Chunk make_whole(std::size_t size);
 
   Driver& driver_;
   RetainBudget& budget_;

@@ -45,9 +45,7 @@ class Segments {
   Ranges between(Address begin, Address end) const {            // segments that overlap this range, whole
     return entries_of(overlapping(segments_, {begin, end - begin}));
   }
-  bool any_within(Address begin, Address end) const {
-    return !overlapping(segments_, {begin, end - begin}).empty();
-  }
+  bool any_within(Address begin, Address end) const { return !overlapping(segments_, {begin, end - begin}).empty(); }
   bool has_inside(Address at) const {  // whether a segment begins before this address and ends behind it
     const auto found = entry_at(segments_, at);
     return found != segments_.end() && found->first < at;

@@ -141,7 +141,8 @@ File sentinel() {
   static std::mutex mutex;
   static int ends[2] = {-1, -1};  // never closed: the write end must stay open until the exit of the process
   std::lock_guard lock(mutex);
-  if (ends[0] < 0 && ::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0) throw DriverError("pipe2", errno, std::strerror(errno));
+  if (ends[0] < 0 && ::pipe2(ends, O_CLOEXEC | O_NONBLOCK) != 0)
+    throw DriverError("pipe2", errno, std::strerror(errno));
   const int copy = ::fcntl(ends[0], F_DUPFD_CLOEXEC, 0);
   if (copy < 0) throw DriverError("fcntl", errno, std::strerror(errno));
   return File(copy);

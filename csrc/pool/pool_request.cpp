@@ -83,25 +83,6 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, WaitFor wait) {
   }
 }
 
-void PoolRequest::granted_locked(Grant grant) {
-  nothing_since_exchange_ = is_hopeless_ = false;
-  heard_ = Clock::now();
-  grants_.push_back(grant);
-}
-
-void PoolRequest::update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining) {
-  answered_ = Clock::now();
-  answered_messages_ = messages;  // fewer than were sent: another answer follows
-  remaining_ = std::move(remaining);
-}
-
-void PoolRequest::stalled_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool offers) {
-  update_locked(messages, std::move(remaining));
-  if (!remaining_.empty()) stalled_messages_ = messages;
-  offers_ = offers;
-  heard_ = Clock::now();
-}
-
 bool PoolRequest::expects_offers_locked() const {
   const Clock::time_point at = Clock::now();
   return offers_ && !is_hopeless_ && at < whole_ && at < heard_ + kAnswerTimeout;
@@ -126,13 +107,6 @@ bool PoolRequest::give_back_largest_locked() {
   const std::optional<Grant> largest = take_largest(grants_, &Grant::size, std::numeric_limits<std::size_t>::max());
   if (largest) pool_.give_back_locked(*largest);
   return largest.has_value();
-}
-
-std::size_t PoolRequest::waiting_locked() const {
-  std::size_t bytes = 0;
-  if (!disconnected_ && stalled_locked())
-    for (const auto& [limit, remaining] : remaining_) bytes += remaining;
-  return bytes;
 }
 
 std::optional<MemoryWait> PoolRequest::waited() const {

@@ -38,11 +38,24 @@ class PoolRequest final : public ChunkRequest {
   std::optional<MemoryWait> waited() const override;
 
   // Called by the pool's thread.
-  void granted_locked(Grant grant);
+  void granted_locked(Grant grant) {
+    nothing_since_exchange_ = is_hopeless_ = false;
+    heard_ = Clock::now();
+    grants_.push_back(grant);
+  }
   // Records the bytes that the broker has still to grant, by their limit, after it received so many messages of this
   // demand.
-  void update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining);
-  void stalled_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool offers);
+  void update_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining) {
+    answered_ = Clock::now();
+    answered_messages_ = messages;  // fewer than were sent: another answer follows
+    remaining_ = std::move(remaining);
+  }
+  void stalled_locked(std::uint64_t messages, std::map<std::size_t, std::size_t> remaining, bool offers) {
+    update_locked(messages, std::move(remaining));
+    if (!remaining_.empty()) stalled_messages_ = messages;
+    offers_ = offers;
+    heard_ = Clock::now();
+  }
   void refused_locked() { refused_ = true; }
   void disconnected_locked();
   // The broker has named the holders. `more`: some of them will return memory by themselves.
@@ -52,7 +65,12 @@ class PoolRequest final : public ChunkRequest {
     if (waited_ && waited_->holders.empty()) waited_->holders = std::move(holders);
   }
   // For reports: bytes that are still to be granted, 0 if the request does not wait, and the seconds since its begin.
-  std::size_t waiting_locked() const;
+  std::size_t waiting_locked() const {
+    std::size_t bytes = 0;
+    if (!disconnected_ && stalled_locked())
+      for (const auto& [limit, remaining] : remaining_) bytes += remaining;
+    return bytes;
+  }
   double seconds_locked() const { return std::chrono::duration<double>(Clock::now() - began_).count(); }
 
  private:

@@ -12,13 +12,14 @@ namespace memsaver {
 
 class Queries {
  public:
-  // Notes a query about a device. Returns whether a thread has called next(), and answers.
+  // Notes a query, with the device that it is about. Returns whether a thread has called next(), and answers.
   // "caches": return the memory that torch caches, see regions/reclaimer.h. "report": send the broker a report of this
-  // process. "wait": a call has waited long for memory of the shared pool. "copies": offered contents were copied.
-  bool note(const std::string& kind, const std::string& device) {
+  // process. "wait": a call has waited long for memory of the shared pool. "copies": offered contents were copied;
+  // after the device come the seconds of the begin and of the end, and the bytes.
+  bool note(const std::string& kind, const std::string& text) {
     std::lock_guard lock(mutex_);
     if (!served_ || stopped_) return false;
-    noted_.emplace(kind, device);
+    noted_.emplace(kind, text);
     changed_.notify_all();
     return true;
   }

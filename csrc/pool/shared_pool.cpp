@@ -45,13 +45,6 @@ void SharedPool::throw_unanswered_locked() {
   throw BrokerError("the broker at " + path_ + " does not answer", path_);
 }
 
-std::uint64_t SharedPool::open_locked(PoolRequest& request) {
-  if (link_ == nullptr) throw_disconnected();
-  if (silent_) throw_unanswered_locked();
-  requests_[++last_number_] = &request;
-  return last_number_;
-}
-
 void SharedPool::give_back_locked(Grant grant) {
   if (grant.file >= 0) ::close(grant.file);
   if (link_ == nullptr) return;
@@ -80,10 +73,6 @@ void SharedPool::send_locked(Message message) {
   send_returned_locked();
   link_->send(std::move(message));
   if (!link_->flush()) wake();
-}
-
-std::unique_ptr<ChunkRequest> SharedPool::ask(const Needs& needs, Deadline deadline, Deadline whole) {
-  return std::make_unique<PoolRequest>(*this, needs, deadline, whole);
 }
 
 void SharedPool::take_back(Chunk chunk) noexcept {
@@ -172,12 +161,6 @@ Message SharedPool::call_broker(Kind kind, Deadline deadline, bool interruptible
   throw BrokerError("no answer from the broker at " + path_, path_);
 }
 
-// Other processes can have the chunks that were given back at once, and not only after the next turn of the thread.
-void SharedPool::settle() {
-  std::lock_guard lock(mutex_);
-  if (link_ != nullptr) send_returned_locked();
-}
-
 Supply SharedPool::look() {
   const std::vector<std::uint64_t> usage = call_broker(Kind::usage, Clock::now() + kUsageTimeout, false).words;
   Supply supply{usage.at(1)};
@@ -220,34 +203,6 @@ std::vector<File> SharedPool::descriptors_of(const std::vector<Handle>& handles)
   for (std::size_t i = 0, next = 0; i < handles.size(); ++i)
     files.push_back(is_pooled[i] ? std::move(granted[next++]) : File(driver_.export_fd(handles[i])));
   return files;
-}
-
-std::string SharedPool::status(Clock::duration timeout) {
-  return call_broker(Kind::status, Clock::now() + timeout, true).text;
-}
-
-void SharedPool::send_report(const std::string& text) { send(message_of(Kind::report, {}, text)); }
-
-void SharedPool::send_reclaimed(bool more, std::size_t unused, const std::string& why) {
-  send(message_of(Kind::reclaimed, {more ? 1U : 0U, unused}, why));
-}
-
-void SharedPool::send_offers(std::size_t bytes) {
-  std::lock_guard lock(mutex_);
-  if (std::exchange(offers_, bytes) != bytes) send_locked(message_of(Kind::offers, {bytes}));
-}
-
-std::size_t SharedPool::used_bytes() {
-  std::lock_guard lock(mutex_);
-  std::size_t bytes = 0;
-  for (const auto& [id, entry] : chunks_)
-    if (entry.in_use) bytes += entry.size;
-  return bytes;
-}
-
-bool SharedPool::outlives_broker() {
-  std::lock_guard lock(mutex_);
-  return std::any_of(chunks_.begin(), chunks_.end(), [](const auto& each) { return each.second.is_older; });
 }
 
 }  // namespace memsaver

@@ -13,6 +13,7 @@
 // descriptor for each chunk, which forked children inherit.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -23,6 +24,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/threads.h"
@@ -44,21 +46,35 @@ class SharedPool final : public ChunkSource {
   bool joined();
   void stop(Deadline deadline);  // waits for the thread's end. waiting_is_over has to be set
 
-  std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) override;
+  std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) override {
+    return std::make_unique<PoolRequest>(*this, needs, deadline, whole);
+  }
   void take_back(Chunk chunk) noexcept override;
   std::size_t idle_bytes() const override { return 0; }
   Supply look() override;
-  void settle() override;
+  // Other processes can have the chunks that were given back at once, and not only after the next turn of the thread.
+  void settle() override {
+    std::lock_guard lock(mutex_);
+    if (link_ != nullptr) send_returned_locked();
+  }
 
   // Descriptors of memory, which the caller closes: the broker's for chunks of the pool, since the driver exports no
   // imported memory, and the driver's for others. At most kMostDescriptors handles, which are in use. Throws
   // BrokerError, also for a chunk of a broker that has ended, and DriverError.
   std::vector<File> descriptors_of(const std::vector<Handle>& handles);
 
-  std::string status(Clock::duration timeout);                                 // of the broker: JSON
-  void send_report(const std::string& text);                                   // answers the broker's `query`
-  void send_reclaimed(bool more, std::size_t unused, const std::string& why);  // answers the broker's `reclaim`
-  void send_offers(std::size_t bytes);                                         // unless the broker has this figure
+  std::string status(Clock::duration timeout) {  // of the broker: JSON
+    return call_broker(wire::Kind::status, Clock::now() + timeout, true).text;
+  }
+  // Answers the broker's `query`.
+  void send_report(const std::string& text) { send(wire::message_of(wire::Kind::report, {}, text)); }
+  void send_reclaimed(bool more, std::size_t unused, const std::string& why) {  // answers the broker's `reclaim`
+    send(wire::message_of(wire::Kind::reclaimed, {more ? 1U : 0U, unused}, why));
+  }
+  void send_offers(std::size_t bytes) {  // unless the broker has this figure
+    std::lock_guard lock(mutex_);
+    if (std::exchange(offers_, bytes) != bytes) send_locked(wire::message_of(wire::Kind::offers, {bytes}));
+  }
   // The calls of this process that wait for memory, and from whom, as far as the broker has told.
   using Wait = std::pair<std::size_t, double>;  // bytes, seconds
   struct Holder {
@@ -68,8 +84,17 @@ class SharedPool final : public ChunkSource {
     std::string why;
   };
   std::pair<std::vector<Wait>, std::vector<Holder>> waits();
-  std::size_t used_bytes();  // of chunks of the pool that are in use here
-  bool outlives_broker();    // whether a chunk here is from before the present connection, if there is one
+  std::size_t used_bytes() {  // of chunks of the pool that are in use here
+    std::lock_guard lock(mutex_);
+    std::size_t bytes = 0;
+    for (const auto& [id, entry] : chunks_)
+      if (entry.in_use) bytes += entry.size;
+    return bytes;
+  }
+  bool outlives_broker() {  // whether a chunk here is from before the present connection, if there is one
+    std::lock_guard lock(mutex_);
+    return std::any_of(chunks_.begin(), chunks_.end(), [](const auto& each) { return each.second.is_older; });
+  }
 
  private:
   static constexpr std::chrono::milliseconds kSearch{100};  // between two searches for a new broker
@@ -86,7 +111,12 @@ class SharedPool final : public ChunkSource {
   };
 
   friend class PoolRequest;
-  std::uint64_t open_locked(PoolRequest& request);  // returns its number. Throws BrokerError
+  std::uint64_t open_locked(PoolRequest& request) {  // returns its number. Throws BrokerError
+    if (link_ == nullptr) throw_disconnected();
+    if (silent_) throw_unanswered_locked();
+    requests_[++last_number_] = &request;
+    return last_number_;
+  }
   void send_locked(wire::Message message);
   void give_back_locked(Grant grant);
   Chunk import(Grant grant);  // without the lock

@@ -239,12 +239,6 @@ bool Region::drop(Range segment) {
   return true;
 }
 
-bool Region::touches(Range range) const {
-  std::lock_guard lock(device.mutex);
-  return segments_.any_within(range.offset, range.end()) || !overlapping(chunks_, range).empty() ||
-         !overlapping(offered_, range).empty();
-}
-
 // Layouts
 
 Layout Region::layout_of_new_locked(Range segment, bool snug) const {
@@ -289,12 +283,6 @@ Needs Region::needs_of(Range segment, bool snug) const {
   return needs;
 }
 
-std::size_t Region::largest_chunk() const {
-  if (one_handle) return 0;
-  // Contents move chunk by chunk, and copies of smaller chunks overlap better.
-  return policy == Policy::none ? kChunkClasses[0] : kChunkClasses[1];
-}
-
 std::size_t Region::unmapped_within(Address begin, Address end) const {
   std::size_t bytes = end - begin;
   for (const Range& chunk : present_locked({begin, end - begin}))
@@ -305,7 +293,7 @@ std::size_t Region::unmapped_within(Address begin, Address end) const {
 Ranges Region::present_locked(Range range) const {
   Ranges found;
   for (const auto* chunks : {&chunks_, &offered_})
-    for (const auto& [at, chunk] : overlapping(*chunks, range)) found.push_back({at, chunk.size()});
+    for (const Range& chunk : entries_of(overlapping(*chunks, range))) found.push_back(chunk);
   return offered_.empty() ? found : sorted(std::move(found));
 }
 

@@ -73,13 +73,6 @@ Device& Core::device(const std::string& name) {
   return *devices.emplace(name, std::move(opened)).first->second;
 }
 
-std::vector<Device*> Core::all_devices() {
-  std::vector<Device*> found;
-  std::lock_guard lock(mutex);
-  for (const auto& [name, device] : devices) found.push_back(device.get());
-  return found;
-}
-
 Region& Core::region(const std::string& tag, const std::string& device_name, const RegionOptions& options) {
   Device& on = device(device_name);
   if (Region* known = find(tag, on)) return *known;
@@ -99,30 +92,6 @@ Region& Core::region(const std::string& tag, const std::string& device_name, con
   }
   refresh_peers();
   return *made;
-}
-
-Region* Core::find(const std::string& tag, const Device& device) {
-  std::lock_guard lock(mutex);
-  const auto found = by_key_.find({tag, &device});
-  return found != by_key_.end() ? found->second : nullptr;
-}
-
-std::vector<Region*> Core::all_regions() {
-  std::vector<Region*> found;
-  std::lock_guard lock(mutex);
-  for (const auto& region : regions_) found.push_back(region.get());
-  return found;
-}
-
-std::size_t Core::region_count() {
-  std::lock_guard lock(mutex);
-  return regions_.size();
-}
-
-std::vector<Region*> Core::regions_of(const Device& device) {
-  std::vector<Region*> found = all_regions();
-  std::erase_if(found, [&](const Region* region) { return &region->device != &device; });
-  return found;
 }
 
 void Core::close(Region& region) {

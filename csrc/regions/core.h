@@ -29,13 +29,34 @@ class Core {
   // All of these are called without the lock.
   std::string disk_directory();             // throws ConfigError if it is not set
   Device& device(const std::string& name);  // opens it at first use
-  std::vector<Device*> all_devices();
+  std::vector<Device*> all_devices() {
+    std::vector<Device*> found;
+    std::lock_guard lock(mutex);
+    for (const auto& [name, device] : devices) found.push_back(device.get());
+    return found;
+  }
   // The region of this tag and device. The options apply if it is new.
   Region& region(const std::string& tag, const std::string& device_name, const RegionOptions& options);
-  Region* find(const std::string& tag, const Device& device);
-  std::vector<Region*> regions_of(const Device& device);
-  std::vector<Region*> all_regions();
-  std::size_t region_count();
+  Region* find(const std::string& tag, const Device& device) {
+    std::lock_guard lock(mutex);
+    const auto found = by_key_.find({tag, &device});
+    return found != by_key_.end() ? found->second : nullptr;
+  }
+  std::vector<Region*> regions_of(const Device& device) {
+    std::vector<Region*> found = all_regions();
+    std::erase_if(found, [&](const Region* region) { return &region->device != &device; });
+    return found;
+  }
+  std::vector<Region*> all_regions() {
+    std::vector<Region*> found;
+    std::lock_guard lock(mutex);
+    for (const auto& region : regions_) found.push_back(region.get());
+    return found;
+  }
+  std::size_t region_count() {
+    std::lock_guard lock(mutex);
+    return regions_.size();
+  }
   void close(Region& region);    // see Region::close()
   void mark_lost(Device& dead);  // its context is dead: its regions become lost
 

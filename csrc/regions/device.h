@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -93,22 +94,13 @@ struct Device {
   // A copy ahead of a demand ends between the reads: it lowers `offered` while it runs, and restores it before its end.
   bool may_offer() const { return offered > 0 || evicting > 0 || offered > 0; }
   std::string not_copied;  // why the last eviction has left chunks. Guarded by `mutex`
-  // Copies of offered contents, for a trace, until the thread of Python takes them.
-  struct Copied {
-    Deadline began, ended;
-    std::size_t bytes;
-  };
-  void copied(const Copied& copies) {
-    if (copies.bytes == 0) return;
-    {
-      std::lock_guard lock(noting_);
-      copied_.push_back(copies);
-    }
-    if (!queries().note("copies", driver->name)) take_copied();  // no thread takes them
-  }
-  std::vector<Copied> take_copied() {
-    std::lock_guard lock(noting_);
-    return std::exchange(copied_, {});
+  // Notes copies of offered contents that end now, for a trace. Times are as time.monotonic().
+  void copied(Deadline began, std::size_t bytes) const {
+    if (bytes == 0) return;
+    const auto text = [](Deadline at) {
+      return " " + std::to_string(std::chrono::duration<double>(at.time_since_epoch()).count());
+    };
+    queries().note("copies", driver->name + text(began) + text(now()) + " " + std::to_string(bytes));
   }
   std::atomic<std::size_t> copying = 0;  // transfers and demands: meanwhile no copy ahead of a demand begins
   std::timed_mutex evictions;  // held by the thread that takes them. It takes neither the GIL nor torch's mutex
@@ -124,10 +116,6 @@ struct Device {
 
   std::atomic<bool> has_stale = false;  // some mappings lack the access of a peer
   std::vector<int> peers;  // ordinals of the devices with access to this device's memory. Guarded by Core::mutex
-
- private:
-  std::mutex noting_;  // a leaf
-  std::vector<Copied> copied_;
 };
 
 }  // namespace memsaver

@@ -66,43 +66,12 @@ void run(Driver& driver, CaptureGate::Pass& pass, Wait& wait, Deadline deadline)
 
 }  // namespace
 
-void CaptureGate::capture_begins() {
-  std::unique_lock lock(mutex_);
-  ++coming_;
-  changed_.wait(lock, [this] { return operations_ == 0; });
-  --coming_;
-  ++captures_;
-}
-
-void CaptureGate::capture_ends() {
-  std::lock_guard lock(mutex_);
-  if (captures_ > 0) --captures_;
-}
-
-bool CaptureGate::capturing() const {
-  std::lock_guard lock(mutex_);
-  return captures_ > 0;
-}
-
-bool CaptureGate::is_wanted() const {
-  std::lock_guard lock(mutex_);
-  return captures_ + coming_ > 0;
-}
-
 CaptureGate::Pass::Pass(CaptureGate& gate) : gate_(&gate) {
   std::lock_guard lock(gate.mutex_);
   if (gate.captures_ > 0)
     gate_ = nullptr;
   else
     ++gate.operations_;
-}
-
-void CaptureGate::Pass::end() {
-  CaptureGate* gate = std::exchange(gate_, nullptr);
-  if (gate == nullptr) return;
-  std::lock_guard lock(gate->mutex_);
-  --gate->operations_;
-  gate->changed_.notify_all();
 }
 
 std::atomic<Deadline> device_waits_end = kNever;

@@ -15,10 +15,25 @@ namespace memsaver {
 // Excludes device-wide operations during graph captures: a device-wide wait or mark breaks a capture on any thread.
 class CaptureGate {
  public:
-  void capture_begins();  // waits for device-wide operations under way
-  void capture_ends();
-  bool capturing() const;
-  bool is_wanted() const;  // by a capture that is under way, or waits to begin
+  void capture_begins() {  // waits for device-wide operations under way
+    std::unique_lock lock(mutex_);
+    ++coming_;
+    changed_.wait(lock, [this] { return operations_ == 0; });
+    --coming_;
+    ++captures_;
+  }
+  void capture_ends() {
+    std::lock_guard lock(mutex_);
+    if (captures_ > 0) --captures_;
+  }
+  bool capturing() const {
+    std::lock_guard lock(mutex_);
+    return captures_ > 0;
+  }
+  bool is_wanted() const {  // by a capture that is under way, or waits to begin
+    std::lock_guard lock(mutex_);
+    return captures_ + coming_ > 0;
+  }
 
   // Permission for a device-wide operation, as long as it lives. False: a capture is under way.
   class Pass : Immovable {
@@ -26,7 +41,13 @@ class CaptureGate {
     explicit Pass(CaptureGate& gate);
     ~Pass() { end(); }
     explicit operator bool() const { return gate_ != nullptr; }
-    void end();
+    void end() {
+      CaptureGate* gate = std::exchange(gate_, nullptr);
+      if (gate == nullptr) return;
+      std::lock_guard lock(gate->mutex_);
+      --gate->operations_;
+      gate->changed_.notify_all();
+    }
 
    private:
     CaptureGate* gate_;

@@ -54,7 +54,7 @@ Given copy_out(Region& region, Backup& backup, const std::vector<Slot>& slots, c
   }
   saver.reset();  // adds to the copied bytes
   given.copied = backup.copied_bytes() - before;
-  region.device.copied({began, now(), given.copied});
+  region.device.copied(began, given.copied);
   if (!given.error) return given;
   if (!drain_copies(driver)) core().mark_lost(region.device);
   region.unmap(slots, nullptr);  // those that are mapped still
@@ -114,45 +114,42 @@ Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
   return given;
 }
 
+}  // namespace
+
 // The mark of an eviction, or of a copy ahead of one, which gives no chunks. Core::mutex is held at the construction.
 class Evicting : Immovable {
  public:
-  explicit Evicting(Region& region) : region_(region), before_(region.offered_bytes()) { region.begin_eviction(); }
-  ~Evicting() { region_.end_eviction(before_); }
+  explicit Evicting(Region& region) : region_(region), before_(region.offered_bytes()) {
+    std::lock_guard lock(region.device.mutex);
+    region.evicting_ = true;
+    ++region.device.evicting;
+  }
+  ~Evicting() {
+    Device& device = region_.device;
+    {
+      std::lock_guard lock(core().mutex);
+      {
+        std::lock_guard bookkeeping(device.mutex);
+        region_.evicting_ = false;
+      }
+      if (region_.state_ == State::paused) region_.settle(State::paused);
+      core().changed.notify_all();
+    }
+    region_.sweep_offered();
+    // Also chunks whose tensors were freed meanwhile. If copies are impossible, a demand that saw memory come back
+    // would try again for ever.
+    if (region_.offered_bytes() < before_) device.resting.returned();
+    --device.evicting;
+  }
 
  private:
   Region& region_;
   const std::size_t before_;  // offered bytes
 };
 
-}  // namespace
-
 bool Region::may_evict() const {
   if (evicting_ || in_use() || offered_bytes_ == 0) return false;
   return state_ == State::paused || (state_ == State::resuming && !claimed_);
-}
-
-void Region::begin_eviction() {
-  std::lock_guard lock(device.mutex);
-  evicting_ = true;
-  ++device.evicting;
-}
-
-void Region::end_eviction(std::size_t offered_before) {
-  {
-    std::lock_guard lock(core().mutex);
-    {
-      std::lock_guard bookkeeping(device.mutex);
-      evicting_ = false;
-    }
-    if (state_ == State::paused) settle(State::paused);
-    core().changed.notify_all();
-  }
-  sweep_offered();
-  // Also chunks whose tensors were freed meanwhile. If copies are impossible, a demand that saw memory come back would
-  // try again for ever.
-  if (offered_bytes() < offered_before) device.resting.returned();
-  --device.evicting;
 }
 
 std::vector<Slot> enough_of(std::vector<Slot> chunks, std::size_t bytes) {

@@ -26,12 +26,21 @@ class BorrowedMemory : Immovable {
   // Imports and maps a chunk; the caller keeps the descriptor. Throws DriverError, and BadArgument for a slot outside
   // of the reserved addresses.
   void map(Slot slot, int file);
-  void allow();  // access to all chunks
+  void allow() {  // access to all chunks
+    Ranges slots;
+    for (const auto& [slot, chunk] : mapped_) slots.push_back(slot);
+    for (const Range& run : joined(slots)) device_.driver->allow(address_of(run.offset), run.size);
+  }
   const Device& device() const { return device_; }
   Address address_of(std::size_t offset) const { return base_ + (offset - first_); }
   // Waits for the device, unless `idle`, and unmaps. Throws Error during a capture; nothing has changed then. Memory
   // that the driver refuses to unmap stays mapped for good: returns false.
-  bool leave(bool idle);
+  bool leave(bool idle) {
+    core();  // throws in a forked child
+    if (base_ == 0) return true;
+    if (!idle) device_.wait_idle(kNever);
+    return unmap();
+  }
 
  private:
   bool unmap() noexcept;

@@ -1,7 +1,6 @@
 // The mappings of a region: chunks under its addresses, their access, and their return.
 #include <utility>
 
-#include "driver/checked_calls.h"
 #include "regions/region.h"
 
 namespace memsaver {
@@ -36,7 +35,7 @@ void Region::sweep() {
 void Region::sweep_all() {
   {
     std::lock_guard lock(device.mutex);
-    for (const auto& [begin, chunk] : chunks_) add_dirty_locked({begin, chunk.size()});
+    for (const Slot& slot : entries_of(chunks_)) add_dirty_locked(slot);
   }
   sweep();
 }
@@ -49,10 +48,7 @@ void Region::sweep_with_lock() {
     if (state_ != State::active) return;
     Ranges dirty = std::exchange(dirty_, {});
     if (!dirty.empty()) had_dirty = true;
-    if (stranded_.exchange(false)) {
-      dirty.clear();
-      for (const auto& [begin, chunk] : chunks_) dirty.push_back({begin, chunk.size()});
-    }
+    if (stranded_.exchange(false)) dirty = entries_of(chunks_);
     for (const Range& range : sorted(std::move(dirty))) {
       for (const auto& [begin, chunk] : overlapping(chunks_, range))
         if ((empty.empty() || empty.back().offset < begin) && !segments_.any_within(begin, begin + chunk.size()))
@@ -66,7 +62,7 @@ void Region::sweep_with_lock() {
 }
 
 void Region::map(Slot slot, Chunk chunk) {
-  map_or_not(*device.driver, slot.offset, slot.size, chunk.handle());
+  device.driver->map(slot.offset, slot.size, chunk.handle());
   std::lock_guard lock(device.mutex);
   mapped_ += slot.size;
   chunks_[slot.offset] = std::move(chunk);
@@ -86,30 +82,18 @@ Ranges Region::runs(const std::vector<Slot>& slots) const {
   return found;
 }
 
-void Region::allow(const std::vector<Slot>& slots) {
-  for (const Range& run : runs(slots)) device.driver->allow(run.offset, run.size);
-}
-
 bool Region::clean(const std::vector<Slot>& slots, const Ranges& contents) {
   std::vector<Slot> foreign;
   for (const Slot& slot : slots)
     if (fill != Fill::keep && chunks_.at(slot.offset).foreign()) foreign.push_back(slot);
   bool filled = false;
   for (const Range& run : runs(foreign)) {
-    RangeSet covered;
-    for (const Range& part : intersect(contents, {run})) covered.add(part);
-    Ranges parts = covered.missing_from({run});
+    Ranges parts = RangeSet(intersect(contents, {run})).missing_from({run});
     if (parts.size() > kMostFills) parts = {run};
     for (const Range& part : parts) device.driver->fill(part.offset, part.size, 0);
     filled |= !parts.empty();
   }
   return filled;
-}
-
-void Region::declare_clean(const std::vector<Slot>& slots) {
-  if (fill == Fill::keep) return;
-  std::lock_guard lock(device.mutex);
-  for (const Slot& slot : slots) chunks_.at(slot.offset).set_foreign(false);
 }
 
 // For chunks that are mapped outside of a transition. The caller holds mapping_, and waits for the mark without it:
@@ -124,11 +108,6 @@ Driver::Ticket Region::clean_new(const std::vector<Slot>& slots) {
     drain_copies(*device.driver);  // the caller unmaps them
     throw;
   }
-}
-
-void Region::mark_stale() {
-  std::lock_guard lock(device.mutex);
-  stale_ = true;
 }
 
 void Region::allow_again() {
@@ -181,24 +160,10 @@ std::optional<DriverError> Region::unmap(const std::vector<Slot>& slots, std::ve
   return refusal;
 }
 
-std::vector<Slot> Region::slots() const {
-  std::lock_guard lock(device.mutex);
-  std::vector<Slot> found;
-  for (const auto& [begin, chunk] : chunks_) found.push_back({begin, chunk.size()});
-  return found;
-}
-
 std::vector<Region::Placed> Region::chunks_under(Range range) const {
   std::lock_guard lock(device.mutex);
   std::vector<Placed> found;
   for (const auto& [begin, chunk] : overlapping(chunks_, range)) found.push_back({begin, chunk.size(), chunk.handle()});
-  return found;
-}
-
-std::vector<Slot> Region::offered_slots() const {
-  std::lock_guard lock(device.mutex);
-  std::vector<Slot> found;
-  for (const auto& [begin, chunk] : offered_) found.push_back({begin, chunk.size()});
   return found;
 }
 
@@ -222,7 +187,7 @@ void Region::map_offered(const std::vector<Slot>& slots) {
       if (found == offered_.end()) continue;
       handle = found->second.handle();
     }
-    map_or_not(*device.driver, slot.offset, slot.size, handle);  // if it throws, the chunk is offered still
+    device.driver->map(slot.offset, slot.size, handle);  // if it throws, the chunk is offered still
     std::lock_guard lock(device.mutex);
     chunks_.insert(offered_.extract(slot.offset));
     mapped_ += slot.size;
@@ -236,33 +201,11 @@ void Region::sweep_offered() {
   std::vector<Chunk> freed;  // returned to their source without the lock
   std::lock_guard lock(device.mutex);
   if (state_ != State::paused || evicting_) return;
-  for (const auto& [begin, chunk] : offered_)
-    if (!segments_.any_within(begin, begin + chunk.size())) unused.push_back({begin, chunk.size()});
+  for (const Slot& slot : entries_of(offered_))
+    if (!segments_.any_within(slot.offset, slot.end())) unused.push_back(slot);
   take_offered_locked(unused, freed);
 }
 
-void Region::end_stranded() {
-  if (!stranded_) return;
-  sweep_with_lock();
-  if (stranded_) allow(slots());
-}
-
 // Mappings that may be taken back
-
-void Mapping::undo() {
-  std::vector<Chunk> freed;  // returned to their source at the end of the scope
-  if (region_->unmap(std::exchange(slots_, {}), &freed)) region_->strand();
-}
-
-void Mapping::add(Slot slot, Chunk chunk) {
-  region_->map(slot, std::move(chunk));
-  slots_.push_back(slot);
-}
-
-std::size_t Mapping::commit() {
-  std::size_t bytes = 0;
-  for (const Slot& slot : std::exchange(slots_, {})) bytes += slot.size;
-  return bytes;
-}
 
 }  // namespace memsaver

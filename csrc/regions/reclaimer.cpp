@@ -31,18 +31,6 @@ std::string text_of(std::size_t bytes) {
 
 }  // namespace
 
-void Reclaimer::freed() {
-  std::lock_guard lock(mutex_);
-  freed_ = true;
-  changed_.notify_all();
-}
-
-void Reclaimer::copy_ahead() {
-  std::lock_guard lock(mutex_);
-  ahead_ = true;
-  changed_.notify_all();
-}
-
 void Reclaimer::request(std::size_t offered, std::uint64_t demand) {
   std::lock_guard lock(mutex_);
   if (offered > 0) {
@@ -62,14 +50,6 @@ bool Reclaimer::finish(Deadline deadline) {
   const Clock::duration longest = std::max<Clock::duration>(deadline - now(), Clock::duration::zero());
   const auto ended = [&] { return ended_ >= number; };
   return wait_until(lock, changed_, Clock::now() + longest, ended, true, false);
-}
-
-void Reclaimer::python_is_done(std::size_t cached, const std::string& why) {
-  std::lock_guard lock(mutex_);
-  asks_python_ = false;
-  cached_ = cached;
-  why_cached_ = why;
-  changed_.notify_all();
 }
 
 void Reclaimer::pass() {

@@ -36,10 +36,24 @@ class Reclaimer {
   // whether the pass has ended.
   bool finish(Deadline deadline);
   // Begins copies ahead of a demand: see copy_ahead() in eviction.h. Requests come first.
-  void copy_ahead();
+  void copy_ahead() {
+    std::lock_guard lock(mutex_);
+    ahead_ = true;
+    changed_.notify_all();
+  }
   // Called by the thread of Python, once for each query. `cached`: bytes of free blocks that torch keeps, and `why`.
-  void python_is_done(std::size_t cached, const std::string& why);
-  void freed();  // a segment was freed on which the device may still work
+  void python_is_done(std::size_t cached, const std::string& why) {
+    std::lock_guard lock(mutex_);
+    asks_python_ = false;
+    cached_ = cached;
+    why_cached_ = why;
+    changed_.notify_all();
+  }
+  void freed() {  // a segment was freed on which the device may still work
+    std::lock_guard lock(mutex_);
+    freed_ = true;
+    changed_.notify_all();
+  }
   void stop(Deadline deadline);
 
  private:

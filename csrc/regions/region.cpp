@@ -20,18 +20,6 @@ std::size_t Region::allowance(std::size_t live) const { return std::min({live, l
 
 // States
 
-void Region::write_state(State state) {
-  std::lock_guard lock(device.mutex);
-  state_ = state;
-}
-
-void Region::discard() { discarded_ = policy != Policy::none && allocated_bytes() > 0; }
-
-double Region::paused_s() const {
-  return locked(
-      [&] { return state_ == State::paused ? std::chrono::duration<double>(now() - paused_at_).count() : 0.0; });
-}
-
 void Region::settle(State next) {
   std::lock_guard lock(device.mutex);
   if (state_ == State::pausing && next == State::paused) paused_at_ = now();
@@ -47,28 +35,7 @@ void Region::settle(State next) {
 
 // Backups
 
-std::shared_ptr<Backup> Region::replace_backup(std::shared_ptr<Backup> backup) {
-  std::lock_guard lock(device.mutex);
-  return std::exchange(backup_, std::move(backup));
-}
-
 // Segments
-
-bool Region::owns(Address address) const {
-  std::lock_guard lock(device.mutex);
-  return placed ? segments_.any_within(address, address + 1) : !intersect(reserved_, {{address, 1}}).empty();
-}
-
-void Region::forget_locked(Address begin) {
-  const Range freed = segments_.erase(begin);
-  if (!placed) addresses_.put(freed);
-  if (!chunks_.empty()) add_dirty_locked(freed);
-}
-
-void Region::add_dirty_locked(Range range) {
-  if (dirty_.empty()) device.resting.sweep_begins();
-  dirty_.push_back(range);
-}
 
 void Region::end_locked(Address begin) {
   if (evicting_ || !(is_at_rest() || state_ == State::lost)) {

@@ -64,12 +64,19 @@ class Region : public RegionOptions {
   // A paused region that still has chunks after a refusal can drain again. "lost" is final.
   State state() const { return state_; }
   bool is_at_rest() const { return (state_ == State::active || state_ == State::paused) && !evicting_; }
-  void write_state(State state);  // any but active and paused, into which settle() brings it
-  void settle(State next);        // the transition has ended; "active" after "resuming": the resumed memory stays
-  void discard();                 // committed: this pause keeps no contents
+  void write_state(State state) {  // any but active and paused, into which settle() brings it
+    std::lock_guard lock(device.mutex);
+    state_ = state;
+  }
+  void settle(State next);  // the transition has ended; "active" after "resuming": the resumed memory stays
+  // Committed: this pause keeps no contents.
+  void discard() { discarded_ = policy != Policy::none && allocated_bytes() > 0; }
   // Whether a pause discarded contents that `policy` would have kept. Reset when the region has memory again.
   bool discarded() const { return discarded_; }
-  double paused_s() const;  // seconds since the pause of a paused region; else 0
+  double paused_s() const {  // seconds since the pause of a paused region; else 0
+    return locked(
+        [&] { return state_ == State::paused ? std::chrono::duration<double>(now() - paused_at_).count() : 0.0; });
+  }
   // Changes on every resume. Tokens of shared tensors are valid only while it stays the same.
   std::uint64_t residence() const { return residence_; }
 
@@ -89,14 +96,14 @@ class Region : public RegionOptions {
   // region is paused, or while its resume waits for memory and has not claimed the offered chunks. Core::mutex is held.
   bool may_evict() const;
   bool evicting() const { return evicting_; }
-  void begin_eviction();
-  void end_eviction(std::size_t offered_before);  // without the lock
   void claim(bool claimed) { claimed_ = claimed; }
   // Whether offered contents are copied ahead of a demand: see copy_ahead() in eviction.h.
   bool copies_ahead() const { return copies_ahead_; }
   void set_copies_ahead(bool wanted) { copies_ahead_ = wanted; }
   std::size_t offered_bytes() const { return offered_bytes_; }
-  std::vector<Slot> offered_slots() const;
+  std::vector<Slot> offered_slots() const {
+    return locked([&] { return entries_of(offered_); });
+  }
   void map_offered(const std::vector<Slot>& slots);  // those of them that are offered
   // Takes such chunks, whose contents are not needed or saved, for their return. Device::mutex is held.
   void take_offered_locked(const std::vector<Slot>& slots, std::vector<Chunk>& freed);
@@ -117,8 +124,11 @@ class Region : public RegionOptions {
     const std::shared_ptr<Backup> held = backup();
     return held != nullptr ? held->kept_bytes() : 0;
   }
-  bool keeps_contents() const { return backup() != nullptr; }              // copied, or in offered chunks
-  std::shared_ptr<Backup> replace_backup(std::shared_ptr<Backup> backup);  // returns the former
+  bool keeps_contents() const { return backup() != nullptr; }               // copied, or in offered chunks
+  std::shared_ptr<Backup> replace_backup(std::shared_ptr<Backup> backup) {  // returns the former
+    std::lock_guard lock(device.mutex);
+    return std::exchange(backup_, std::move(backup));
+  }
   // Frozen with a copy: it takes no allocations, since the copy would lack them.
   bool sealed() const { return frozen && backup() != nullptr; }
 
@@ -138,8 +148,15 @@ class Region : public RegionOptions {
   // Ends a segment, in every state, and unmaps it. Nothing works on it any more: the other allocator has waited. In a
   // transition it is unmapped at the end of the transition. Returns whether there is such a segment.
   bool drop(Range segment);
-  bool touches(Range range) const;  // whether a segment or a chunk is within these addresses
-  bool owns(Address address) const;
+  bool touches(Range range) const {  // whether a segment or a chunk is within these addresses
+    std::lock_guard lock(device.mutex);
+    return segments_.any_within(range.offset, range.end()) || !overlapping(chunks_, range).empty() ||
+           !overlapping(offered_, range).empty();
+  }
+  bool owns(Address address) const {
+    std::lock_guard lock(device.mutex);
+    return placed ? segments_.any_within(address, address + 1) : !intersect(reserved_, {{address, 1}}).empty();
+  }
   std::size_t allocated_bytes() const {
     return locked([&] { return segments_.live_bytes(); });
   }
@@ -147,20 +164,31 @@ class Region : public RegionOptions {
     return locked([&] { return segments_.resting_bytes(); });
   }
   std::size_t mapped_bytes() const { return mapped_; }
-  std::size_t largest_chunk() const;  // the largest class to be created for this region; 0: see one_handle
-  Ranges live() const {               // segments in use, joined where they touch
+  std::size_t largest_chunk() const {  // the largest class to be created for this region; 0: see one_handle
+    if (one_handle) return 0;
+    // Contents move chunk by chunk, and copies of smaller chunks overlap better.
+    return policy == Policy::none ? kChunkClasses[0] : kChunkClasses[1];
+  }
+  Ranges live() const {  // segments in use, joined where they touch
     return locked([&] { return segments_.live(); });
   }
   Ranges parts(const Ranges& ranges) const {  // the parts of `ranges` within segments in use, not joined
     return locked([&] { return segments_.parts(ranges); });
   }
   // The work on a freed segment has ended. Device::mutex is held; a call of sweep() without it follows.
-  void forget_locked(Address begin);
+  void forget_locked(Address begin) {
+    const Range freed = segments_.erase(begin);
+    if (!placed) addresses_.put(freed);
+    if (!chunks_.empty()) add_dirty_locked(freed);
+  }
   // Returns chunks that no segment needs. If another thread holds mapping_, that thread does it.
   void sweep();
   void sweep_all();  // checks all chunks
   // mark_stale(): existing mappings lack the access of a new peer. allow_again() gives it if the region is active.
-  void mark_stale();
+  void mark_stale() {
+    std::lock_guard lock(device.mutex);
+    stale_ = true;
+  }
   void allow_again();
   bool lacks_access() const {  // whether it is active, and allow_again() has failed
     return locked([&] { return stale_ && state_ == State::active; });
@@ -181,16 +209,24 @@ class Region : public RegionOptions {
 
   // Maps a chunk, accessible only after allow().
   void map(Slot slot, Chunk chunk);
-  void allow(const std::vector<Slot>& slots);
+  void allow(const std::vector<Slot>& slots) {
+    for (const Range& run : runs(slots)) device.driver->allow(run.offset, run.size);
+  }
   // Writes zeros over the bytes of other processes in these chunks, outside of `contents`, which are copied in later.
   // Queued with the copies in. Returns whether anything was queued. After all of this, declare_clean().
   bool clean(const std::vector<Slot>& slots, const Ranges& contents);
-  void declare_clean(const std::vector<Slot>& slots);
+  void declare_clean(const std::vector<Slot>& slots) {
+    if (fill == Fill::keep) return;
+    std::lock_guard lock(device.mutex);
+    for (const Slot& slot : slots) chunks_.at(slot.offset).set_foreign(false);
+  }
   // Unmaps these chunks and appends them to `freed`; null: offers them. Chunks that the driver refuses to unmap stay
   // mapped. Returns the first refusal.
   std::optional<DriverError> unmap(const std::vector<Slot>& slots, std::vector<Chunk>* freed);
-  std::vector<Slot> slots() const;  // of all mapped chunks
-  struct Placed {                   // a chunk, and its place
+  std::vector<Slot> slots() const {  // of all mapped chunks
+    return locked([&] { return entries_of(chunks_); });
+  }
+  struct Placed {  // a chunk, and its place
     std::size_t offset, size;
     Handle handle;
   };
@@ -208,6 +244,7 @@ class Region : public RegionOptions {
   };
 
  private:
+  friend class Evicting;
   template <typename Read>
   std::invoke_result_t<Read> locked(Read read) const {
     const std::lock_guard lock(device.mutex);
@@ -225,7 +262,11 @@ class Region : public RegionOptions {
   // next one. `needed`: bytes of chunks. Throws OutOfMemoryError for `wanted` bytes where nothing is left to try.
   void find_more(std::size_t wanted, std::size_t needed, Deadline shortage, Deadline memory, Deadline began,
                  std::uint64_t seen, WaitFor& wait);
-  void end_stranded();  // before new mappings: unmaps these chunks, or gives access to them, which may be missing
+  void end_stranded() {  // before new mappings: unmaps these chunks, or gives access to them, which may be missing
+    if (!stranded_) return;
+    sweep_with_lock();
+    if (stranded_) allow(slots());
+  }
   Layout layout_locked(Ranges wanted, Ranges segments, std::size_t live, std::size_t slack, bool snug) const;
   Layout layout_of_new_locked(Range segment, bool snug) const;
   Needs needs_of(Range segment, bool snug) const;
@@ -236,7 +277,10 @@ class Region : public RegionOptions {
   std::size_t unmapped_within(Address begin, Address end) const;  // bytes without such a chunk
   void sweep_offered();                                           // returns offered chunks that no segment needs
   void sweep_with_lock();
-  void add_dirty_locked(Range range);
+  void add_dirty_locked(Range range) {
+    if (dirty_.empty()) device.resting.sweep_begins();
+    dirty_.push_back(range);
+  }
   void end_locked(Address begin);  // of a segment, now or when the owner of the region has ended
   Ranges runs(const std::vector<Slot>& slots) const;
 
@@ -274,10 +318,17 @@ class Mapping {
   explicit Mapping(Region& region) : region_(&region) {}
   Mapping(Mapping&& other) noexcept : region_(other.region_), slots_(std::move(other.slots_)) { other.slots_.clear(); }
   ~Mapping() { undo(); }
-  void undo();
-  void add(Slot slot, Chunk chunk);
+  void undo() {
+    std::vector<Chunk> freed;  // returned to their source at the end of the scope
+    if (region_->unmap(std::exchange(slots_, {}), &freed)) region_->strand();
+  }
+  void add(Slot slot, Chunk chunk) {
+    region_->map(slot, std::move(chunk));
+    slots_.push_back(slot);
+  }
   const std::vector<Slot>& slots() const { return slots_; }
-  std::size_t commit();  // returns the bytes mapped
+  // Returns the bytes mapped.
+  std::size_t commit() { return bytes_of(std::exchange(slots_, {})); }
 
  private:
   Region* region_;

@@ -20,16 +20,6 @@ void Resting::add_locked(Region& owner, Address begin) {
   owner.device.reclaimer.freed();
 }
 
-bool Resting::any() const {
-  std::lock_guard lock(mutex_);
-  return !rests_.empty();
-}
-
-std::uint64_t Resting::frees() const {
-  std::lock_guard lock(mutex_);
-  return frees_;
-}
-
 // Sets a mark, which covers all work that was queued before the frees so far.
 void Resting::mark() {
   std::uint64_t last = 0;

@@ -28,8 +28,14 @@ class Resting {
   Resting(Driver& driver, CaptureGate& gate, std::mutex& mutex) : driver_(driver), gate_(gate), mutex_(mutex) {}
 
   void add_locked(Region& owner, Address begin);  // the mutex is held
-  bool any() const;
-  std::uint64_t frees() const;
+  bool any() const {
+    std::lock_guard lock(mutex_);
+    return !rests_.empty();
+  }
+  std::uint64_t frees() const {
+    std::lock_guard lock(mutex_);
+    return frees_;
+  }
 
   // Frees the segments whose mark the device has passed, and those up to the number `waited`: the value of frees()
   // before the caller waited for the device. Does not wait. Returns whether a segment was freed.

@@ -46,22 +46,4 @@ Region& TaggedRegions::active(const std::string& tag, const std::string& device,
   return made;
 }
 
-std::vector<std::pair<std::string, Region*>> TaggedRegions::all() const {
-  core();
-  std::lock_guard lock(mutex_);
-  std::vector<std::pair<std::string, Region*>> found = regions_;
-  std::erase_if(found, [](const auto& each) { return each.second->closed(); });
-  return found;
-}
-
-void TaggedRegions::set_aside(const std::vector<Region*>& regions, bool is_aside) {
-  core();
-  std::lock_guard lock(mutex_);
-  for (const Region* region : regions)
-    if (is_aside)
-      aside_.insert(region);
-    else
-      aside_.erase(region);
-}
-
 }  // namespace memsaver

@@ -20,8 +20,22 @@ class TaggedRegions {
   // The active region of a tag with this policy on a device. Makes one if there is none. Throws as Core::region().
   Region& active(const std::string& tag, const std::string& device, Policy policy, bool one_handle = false);
   // Tag and region of each that is not closed. Throws in a forked child, as set_aside() does.
-  std::vector<std::pair<std::string, Region*>> all() const;
-  void set_aside(const std::vector<Region*>& regions, bool is_aside);  // whether active() passes over them
+  std::vector<std::pair<std::string, Region*>> all() const {
+    core();
+    std::lock_guard lock(mutex_);
+    std::vector<std::pair<std::string, Region*>> found = regions_;
+    std::erase_if(found, [](const auto& each) { return each.second->closed(); });
+    return found;
+  }
+  void set_aside(const std::vector<Region*>& regions, bool is_aside) {  // whether active() passes over them
+    core();
+    std::lock_guard lock(mutex_);
+    for (const Region* region : regions)
+      if (is_aside)
+        aside_.insert(region);
+      else
+        aside_.erase(region);
+  }
 
  private:
   const std::string prefix_;

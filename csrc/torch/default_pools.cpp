@@ -50,9 +50,9 @@ using Flags = unsigned long long;
 using Word = std::uintptr_t;
 using Answer = std::optional<Result>;  // nullopt: the driver makes the call
 
-constexpr auto kGetter = "_ZN3c104cuda9DriverAPI3getEv";                      // c10::cuda::DriverAPI::get()
-constexpr AllocationHandle kMark = AllocationHandle{0x6d73} << 48;            // of the numbers here: above any address
-constexpr std::size_t kMostBytes = 128 * sizeof(Word);                        // of a table
+constexpr auto kGetter = "_ZN3c104cuda9DriverAPI3getEv";            // c10::cuda::DriverAPI::get()
+constexpr AllocationHandle kMark = AllocationHandle{0x6d73} << 48;  // of the numbers here: above any address
+constexpr std::size_t kMostBytes = 128 * sizeof(Word);              // of a table
 constexpr Result kNoMemory = 2, kNotPermitted = 800, kUnknownError = 999;
 
 struct Piece {
@@ -203,8 +203,7 @@ Result create(AllocationHandle* handle, std::size_t size, const AllocationProp* 
     }
     return take_chunks(handle, size, properties->location.id);
   };
-  return answer(__builtin_return_address(0), take,
-                [&] { return api().cuMemCreate(handle, size, properties, flags); });
+  return answer(__builtin_return_address(0), take, [&] { return api().cuMemCreate(handle, size, properties, flags); });
 }
 
 Result release(AllocationHandle handle) {
@@ -279,9 +278,7 @@ Result set_access(DevicePointer address, std::size_t size, const AccessDesc* acc
     // place() gives access to the device and its known peers, and so does a resume.
     const int ordinal = access->location.id;
     if (ordinal != region->device.driver->ordinal() && !give_access(ordinal, *region)) return kNotPermitted;
-    RangeSet answered;
-    for (const Range& range : ours) answered.add(range);
-    for (const Range& range : answered.missing_from({{address, size}}))
+    for (const Range& range : RangeSet(ours).missing_from({{address, size}}))
       if (const Result code = api().cuMemSetAccess(range.offset, range.size, access, count); code != kSuccess)
         return code;
     return kSuccess;

@@ -73,11 +73,9 @@ void Transfer::claim(Coming& coming) {
   }
   coming.claimed = true;
   coming.wanted = {};
-  if (const std::shared_ptr<Backup> backup = region.backup(); coming.restores && backup != nullptr) {
-    RangeSet there;
-    for (const Slot& slot : region.offered_slots()) there.add(slot);
-    coming.wanted = there.missing_from(intersect(backup->saved.within(kEverywhere), region.live()));
-  }
+  if (const std::shared_ptr<Backup> backup = region.backup(); coming.restores && backup != nullptr)
+    coming.wanted =
+        RangeSet(region.offered_slots()).missing_from(intersect(backup->saved.within(kEverywhere), region.live()));
 }
 
 // Waits for the first chunk while the region's own chunks stay offered. If each of two waiting resumes held its own
@@ -106,9 +104,7 @@ void Transfer::save_where(Leaving& leaving) {
     // The contents are discarded.
   } else if (region.sealed()) {
     leaving.backup = region.backup();
-    RangeSet copied;
-    for (const Range& part : leaving.backup->parts()) copied.add(part);
-    if (!copied.covers(leaving.live))
+    if (!RangeSet(leaving.backup->parts()).covers(leaving.live))
       throw Error(
           "region '" + region.tag +
           "' is frozen, and its copy lacks some of its allocations: call thaw(), and the next pause makes a new copy");

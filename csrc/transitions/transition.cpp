@@ -100,11 +100,6 @@ bool Transition::wait(std::unique_lock<std::mutex>& lock, Deadline deadline, Rea
   return is_ready;
 }
 
-void Transition::throw_late(const char* stage, const std::string& why) const {
-  const std::chrono::duration<double> waited = now() - began_;
-  throw WaitTimeoutError("the call's timeout has passed while " + why, stage, waited.count());
-}
-
 void Transition::wait_for_attached(std::unique_lock<std::mutex>& lock) {
   const Deadline deadline = std::min(bounds_.whole, deadline_in(bounds_.readers_s));
   for (const Region* region : pausing_) {

@@ -60,7 +60,10 @@ class Transition {
   template <typename Ready>
   bool wait(std::unique_lock<std::mutex>& lock, Deadline deadline, Ready ready) const;
   void wait_for_attached(std::unique_lock<std::mutex>& lock);
-  [[noreturn]] void throw_late(const char* stage, const std::string& why) const;
+  [[noreturn]] void throw_late(const char* stage, const std::string& why) const {
+    const std::chrono::duration<double> waited = now() - began_;
+    throw WaitTimeoutError("the call's timeout has passed while " + why, stage, waited.count());
+  }
   void mark();
   void finish();  // settles the marked regions, leaves the queues, and handles frees that were made meanwhile
 

@@ -30,15 +30,19 @@ def start() -> None:
 def _serve() -> None:
     """Gets the GIL when the threads that hold it let it go. The core does everything that needs no Python."""
     answers: dict[str, Callable[[str], None]] = {
-        "caches": _return_caches, "report": _report, "wait": log_wait,
-        "copies": lambda device: add_copies(device, _core.take_copied(device)),
+        "caches": _return_caches, "report": _report, "wait": log_wait, "copies": _note_copies,
     }  # fmt: skip
     while (query := _core.next_query()) is not None:
-        kind, device = query
+        kind, text = query
         try:
-            answers[kind](device)
+            answers[kind](text)
         except Exception as error:  # the thread goes on, and the request is repeated
-            log.warning("a request of the memory of %s was not answered (%s): %r", device, kind, error)
+            log.warning("a request of the memory of %s was not answered (%s): %r", text, kind, error)
+
+
+def _note_copies(text: str) -> None:
+    device, began, ended, nbytes = text.split()
+    add_copies(device, [(float(began), float(ended), int(nbytes))])
 
 
 def _report(device: str) -> None:
