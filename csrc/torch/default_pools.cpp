@@ -82,11 +82,11 @@ bool contains(const Range& range, Address address) { return address >= range.off
 
 // The allocation of this thread that was refused memory. Torch frees its cached blocks and tries again: only then it
 // waits until other processes have returned theirs, up to one deadline for all pieces of the allocation.
-struct Refusal {
+struct RefusedAllocation {
   const Device* device = nullptr;  // null: none was refused
   std::optional<Deadline> until;
 };
-thread_local Refusal refusal;
+thread_local RefusedAllocation refusal;
 
 Deadline deadline_on(const Device& device) {
   if (refusal.device != &device) return now();
