@@ -50,7 +50,8 @@ class Driver : Immovable {
   Memory memory();
   std::vector<Holding> holdings() const;                // those with known bytes, for memsaver/ledger
   bool lists_all() const { return !platform_.is_gpu; }  // a process without a row in holdings() holds nothing
-  int host_node() const {                               // the nearest NUMA node; -1 if unknown
+  // The nearest NUMA node; -1 if unknown.
+  int host_node() const {
     int node = -1;
     const cuda::Result code = api_.cuDeviceGetAttribute(&node, cuda::kAttributeHostNode, device_);
     return code == cuda::kSuccess ? node : -1;  // drivers before 12.2 lack the attribute
@@ -70,7 +71,8 @@ class Driver : Immovable {
   Handle create(std::size_t size, bool whole = false);  // `whole`: with all handle types for export
   void release(Handle handle) { make("cuMemRelease", api_.cuMemRelease, handle); }
   int export_fd(Handle handle);  // the caller closes it
-  bool exports() const {         // false: chunks cannot be exported, so there is no shared pool
+  // False: chunks cannot be exported, so there is no shared pool.
+  bool exports() const {
     return attribute_of(api_, device_, cuda::kAttributePosixFd) != 0 && makes(cuda::kHandlePosixFd, has_posix_);
   }
   Handle import_fd(int fd) {  // memory of another process; the caller closes the file

@@ -35,16 +35,16 @@ class Segments {
   std::size_t live_bytes() const { return live_bytes_; }
   std::size_t resting_bytes() const { return resting_bytes_; }
   Ranges live() const { return joined(parts({kEverywhere})); }  // joined where they touch
-  Ranges parts(const Ranges& ranges) const {                    // live, within `ranges`, not joined
+  // Live, within `ranges`, not joined.
+  Ranges parts(const Ranges& ranges) const {
     Ranges live;
     for (const auto& [begin, segment] : segments_)
       if (!segment.is_resting) live.push_back({begin, segment.size});
     return intersect(live, sorted(ranges));
   }
   Ranges all() const { return between(0, kEverywhere.end()); }  // resting ones too, not joined
-  Ranges between(Address begin, Address end) const {            // segments that overlap this range, whole
-    return entries_of(overlapping(segments_, {begin, end - begin}));
-  }
+  // Segments that overlap this range, whole.
+  Ranges between(Address begin, Address end) const { return entries_of(overlapping(segments_, {begin, end - begin})); }
   bool any_within(Address begin, Address end) const { return !overlapping(segments_, {begin, end - begin}).empty(); }
   bool has_inside(Address at) const {  // whether a segment begins before this address and ends behind it
     const auto found = entry_at(segments_, at);
