@@ -1,7 +1,6 @@
 #include "base/ranges.h"
 
 #include <algorithm>
-#include <utility>
 
 namespace memsaver {
 

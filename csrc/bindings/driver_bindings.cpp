@@ -1,6 +1,5 @@
 // A driver alone, for tests.
 
-#include <memory>
 #include <optional>
 
 #include "bindings/bindings.h"

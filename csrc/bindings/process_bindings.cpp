@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <thread>
-#include <utility>
 
 #include "backup/host_memory.h"
 #include "bindings/bindings.h"

@@ -34,9 +34,7 @@ void thaw(Region& region) {
   std::shared_ptr<Backup> dropped;
   std::lock_guard lock(core().mutex);
   if (region.state() != State::active)
-    throw RegionPausedError("region '" + region.tag + "' is " + name_of(region.state()) +
-                                ": its copy has its only contents, so it cannot thaw before a resume",
-                            region.tag, name_of(region.state()));
+    throw region.wrong_state(region.state(), "its copy has its only contents, so it cannot thaw before a resume");
   dropped = region.replace_backup(nullptr);
 }
 

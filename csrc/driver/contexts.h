@@ -5,6 +5,7 @@
 #include <exception>
 #include <map>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "base/scoped.h"

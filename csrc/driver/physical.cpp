@@ -31,14 +31,6 @@ PhysicalMemory::PhysicalMemory(const Platform& platform, Device device, const st
                       name + " has no POSIX descriptors for its memory, which a shared pool needs");
 }
 
-std::size_t PhysicalMemory::free_bytes() const { return platform_.free_memory(device_).value_or(total_bytes()); }
-
-std::optional<std::size_t> PhysicalMemory::used_bytes() const {
-  const std::optional<std::size_t> free = platform_.free_memory(device_);
-  if (!free) return std::nullopt;
-  return total_bytes() - std::min(*free, total_bytes());
-}
-
 int PhysicalMemory::create(std::size_t size) {
   const Api& api = platform_.api;
   AllocationHandle handle = 0;
@@ -70,13 +62,6 @@ void PhysicalMemory::close(int file) {
   }
   ::close(file);
   check(platform_.api, "cuMemRelease", platform_.api.cuMemRelease(handle));
-}
-
-std::vector<int> PhysicalMemory::compute_pids() const {
-  std::vector<int> pids;
-  if (platform_.is_gpu)  // no work on a host device outlives its process
-    for (const Holding& each : platform_.holdings(device_)) pids.push_back(each.pid);
-  return pids;
 }
 
 bool PhysicalMemory::under_mps() const { return mps_serves(platform_.api, device_); }

@@ -3,6 +3,7 @@
 // A chunk is a descriptor here, with its handle. Each of them holds the memory, and so does each import of it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <map>
 #include <memory>
@@ -23,13 +24,23 @@ class PhysicalMemory : Immovable {
 
   std::string uuid() const { return uuid_of(platform_, device_); }
   std::size_t total_bytes() const { return total_memory(platform_.api, device_); }
-  std::size_t free_bytes() const;                 // by the system's figure; total_bytes() if there is none
-  std::optional<std::size_t> used_bytes() const;  // of the device, by the system's figure
-  int create(std::size_t size);                   // returns a descriptor. Throws ChunkUnavailable if the device is full
-  void close(int file);                           // closes a descriptor of create()
+  // By the system's figure; total_bytes() if there is none.
+  std::size_t free_bytes() const { return platform_.free_memory(device_).value_or(total_bytes()); }
+  std::optional<std::size_t> used_bytes() const {  // of the device, by the system's figure
+    const std::optional<std::size_t> free = platform_.free_memory(device_);
+    if (!free) return std::nullopt;
+    return total_bytes() - std::min(*free, total_bytes());
+  }
+  int create(std::size_t size);  // returns a descriptor. Throws ChunkUnavailable if the device is full
+  void close(int file);          // closes a descriptor of create()
   // The processes that the system lists as computing on the device, also a dead one as long as its kernels may run.
   // Empty if the system provides no list.
-  std::vector<int> compute_pids() const;
+  std::vector<int> compute_pids() const {
+    std::vector<int> pids;
+    if (platform_.is_gpu)  // no work on a host device outlives its process
+      for (const cuda::Holding& each : platform_.holdings(device_)) pids.push_back(each.pid);
+    return pids;
+  }
   std::vector<cuda::Holding> holdings() const { return known_holdings(platform_, device_); }
   bool lists_all() const { return !platform_.is_gpu; }  // as in Driver
   // Whether an MPS server runs the kernels of all clients. The exit of a client then does not end its kernels.

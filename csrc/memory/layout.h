@@ -6,7 +6,7 @@
 
 #include <cstddef>
 #include <optional>
-#include <vector>
+#include <utility>
 
 #include "base/ranges.h"
 #include "memory/chunk.h"

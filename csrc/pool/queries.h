@@ -15,7 +15,7 @@ class Queries {
   // Notes a query, with the device that it is about. Returns whether a thread has called next(), and answers.
   // "caches": return the memory that torch caches, see regions/reclaimer.h. "report": send the broker a report of this
   // process. "wait": a call has waited long for memory of the shared pool. "copies": offered contents were copied;
-  // after the device come the seconds of the begin and of the end, and the bytes.
+  // after the device come the nanoseconds of the begin and of the end, and the bytes.
   bool note(const std::string& kind, const std::string& text) {
     std::lock_guard lock(mutex_);
     if (!served_ || stopped_) return false;

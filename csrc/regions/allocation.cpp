@@ -19,9 +19,8 @@ constexpr auto kNextWait = std::chrono::milliseconds(10);   // for memory
 void Region::check_allocatable(std::size_t size) const {
   const std::string wanted = "it cannot take an allocation of " + std::to_string(size) + " bytes";
   if (closed_) throw Error("region '" + tag + "' was closed: " + wanted);
-  const State now_in = state_;
-  if (now_in != State::active)
-    throw RegionPausedError("region '" + tag + "' is " + name_of(now_in) + ": " + wanted, tag, name_of(now_in));
+  const State found = state_;
+  if (found != State::active) throw wrong_state(found, wanted);
   if (sealed()) throw Error("region '" + tag + "' is frozen and its contents are copied: " + wanted + " before thaw()");
 }
 

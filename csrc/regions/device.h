@@ -94,11 +94,11 @@ struct Device {
   // A copy ahead of a demand ends between the reads: it lowers `offered` while it runs, and restores it before its end.
   bool may_offer() const { return offered > 0 || evicting > 0 || offered > 0; }
   std::string not_copied;  // why the last eviction has left chunks. Guarded by `mutex`
-  // Notes copies of offered contents that end now, for a trace. Times are as time.monotonic().
+  // Notes copies of offered contents that end now, for a trace. Times are as time.monotonic_ns().
   void copied(Deadline began, std::size_t bytes) const {
     if (bytes == 0) return;
     const auto text = [](Deadline at) {
-      return " " + std::to_string(std::chrono::duration<double>(at.time_since_epoch()).count());
+      return " " + std::to_string(std::chrono::nanoseconds(at.time_since_epoch()).count());
     };
     queries().note("copies", driver->name + text(began) + text(now()) + " " + std::to_string(bytes));
   }

@@ -5,7 +5,6 @@
 #include <condition_variable>
 #include <exception>
 #include <memory>
-#include <utility>
 
 #include "base/threads.h"
 

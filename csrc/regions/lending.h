@@ -1,6 +1,7 @@
 // Chunks of a region in other processes: the owner's leases on them, and their mapping in a receiver.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "regions/core.h"

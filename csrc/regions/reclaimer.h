@@ -8,7 +8,6 @@
 // (memsaver/broker/queries.py), when it gets the GIL.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>

@@ -14,6 +14,7 @@
 // read it without the lock.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -24,6 +25,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "backup/backup.h"
@@ -73,6 +75,10 @@ class Region : public RegionOptions {
   void discard() { discarded_ = policy != Policy::none && allocated_bytes() > 0; }
   // Whether a pause discarded contents that `policy` would have kept. Reset when the region has memory again.
   bool discarded() const { return discarded_; }
+  // An error for the caller to throw: the region is in this state, which does not allow a call.
+  RegionPausedError wrong_state(State found, const std::string& why) const {
+    return {"region '" + tag + "' is " + name_of(found) + ": " + why, tag, name_of(found)};
+  }
   double paused_s() const {  // seconds since the pause of a paused region; else 0
     return locked(
         [&] { return state_ == State::paused ? std::chrono::duration<double>(now() - paused_at_).count() : 0.0; });

@@ -111,8 +111,8 @@ Result code_of_error() {
 
 // Answers a call in place of the driver if it comes from torch's code, but in a forked child. Throws nothing, since the
 // caller is C code.
-template <typename Act, typename Driver>
-Result answer(const void* return_address, Act act, Driver by_driver) {
+template <typename Act, typename ByDriver>
+Result answer(const void* return_address, Act act, ByDriver by_driver) {
   const auto from = reinterpret_cast<Address>(return_address);
   if (!intercepts || !contains(callers, from) || !usable()) return by_driver();
   Answer code;

@@ -168,10 +168,8 @@ void Transition::begin() {
     for (const auto* wanted : {&wanted_out_, &wanted_in_})
       for (const Region* region : *wanted)
         if (region->state() == State::lost)
-          throw RegionPausedError("region '" + region->tag + "' is lost: the context of " +
-                                      region->device.driver->name +
-                                      " died. Read backups with cpu_backup(), and start a new process",
-                                  region->tag, "lost");
+          throw region->wrong_state(State::lost, "the context of " + region->device.driver->name +
+                                                     " died. Read backups with cpu_backup(), and start a new process");
   }
   if (all.parts.gate.capturing() && std::any_of(wanted_out_.begin(), wanted_out_.end(), [](const Region* region) {
         return region->state() == State::active || region->mapped_bytes() > 0;
