@@ -97,15 +97,6 @@ int Driver::export_fd(Handle handle) {
   return file;
 }
 
-void Driver::map(Address address, std::size_t size, Handle handle) {
-  try {
-    make("cuMemMap", api_.cuMemMap, address, size, 0, handle, 0);
-  } catch (const DriverError& error) {
-    if (!error.context_lost && is_mapped(address)) unmap(address, size);  // it was made, and the error is of other work
-    throw;
-  }
-}
-
 bool Driver::is_mapped(Address address) {
   const Scope scope(api_, context_);
   AllocationHandle handle = 0;

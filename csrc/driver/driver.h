@@ -92,8 +92,9 @@ class Driver : Immovable {
   void free(Address address) { make("cuMemFree", api_.cuMemFree, address); }
 
   // Mappings. Access to a mapped range faults until allow(). One call may allow or unmap several whole chunks.
-  // If map() throws, the range is not mapped. unmap() may throw after the call was made: see is_mapped().
-  void map(Address address, std::size_t size, Handle handle);
+  void map(Address address, std::size_t size, Handle handle) {
+    make("cuMemMap", api_.cuMemMap, address, size, 0, handle, 0);
+  }
   void allow(Address address, std::size_t size) {
     const std::vector<cuda::AccessDesc> access = peers_.access();
     make("cuMemSetAccess", api_.cuMemSetAccess, address, size, access.data(), access.size());

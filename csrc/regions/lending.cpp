@@ -4,19 +4,9 @@
 
 #include <utility>
 
+#include "driver/checked_calls.h"
+
 namespace memsaver {
-namespace {
-
-// For one chunk. If it throws DriverError, it is still mapped: the call may succeed and report an error of other work.
-void unmap_or_not(Driver& driver, Address address, std::size_t size) {
-  try {
-    driver.unmap(address, size);
-  } catch (const DriverError& error) {
-    if (error.context_lost || driver.is_mapped(address)) throw;
-  }
-}
-
-}  // namespace
 
 std::vector<Region::Placed> lend_chunks(Region& region, Range range, std::uint64_t residence, std::uint64_t lease,
                                         int pid) {
@@ -61,7 +51,7 @@ void BorrowedMemory::map(Slot slot, int file) {
                       " lies outside of the " + std::to_string(span_) + " bytes at " + std::to_string(first_));
   Driver& driver = *device_.driver;
   Chunk chunk(driver, driver.import_fd(file), slot.size, nullptr);
-  driver.map(address_of(slot.offset), slot.size, chunk.handle());
+  map_or_not(driver, address_of(slot.offset), slot.size, chunk.handle());
   mapped_.emplace_back(slot, std::move(chunk));
 }
 

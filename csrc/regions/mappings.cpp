@@ -1,6 +1,7 @@
 // The mappings of a region: chunks under its addresses, their access, and their return.
 #include <utility>
 
+#include "driver/checked_calls.h"
 #include "regions/region.h"
 
 namespace memsaver {
@@ -62,7 +63,7 @@ void Region::sweep_with_lock() {
 }
 
 void Region::map(Slot slot, Chunk chunk) {
-  device.driver->map(slot.offset, slot.size, chunk.handle());
+  map_or_not(*device.driver, slot.offset, slot.size, chunk.handle());
   std::lock_guard lock(device.mutex);
   mapped_ += slot.size;
   chunks_[slot.offset] = std::move(chunk);
@@ -187,7 +188,7 @@ void Region::map_offered(const std::vector<Slot>& slots) {
       if (found == offered_.end()) continue;
       handle = found->second.handle();
     }
-    device.driver->map(slot.offset, slot.size, handle);  // if it throws, the chunk is offered still
+    map_or_not(*device.driver, slot.offset, slot.size, handle);  // if it throws, the chunk is offered still
     std::lock_guard lock(device.mutex);
     chunks_.insert(offered_.extract(slot.offset));
     mapped_ += slot.size;
