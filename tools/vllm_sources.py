@@ -43,7 +43,7 @@ def fetch(version: str) -> None:
 
 def _is_needed(name: str) -> bool:
     path = PurePosixPath(name)
-    modules = {each.partition(":")[0].replace(".", "/") for each in (*sources.NEEDED, *sources.PROCESSED)}
+    modules = {each.partition(":")[0].replace(".", "/") for each in sources.NEEDED}
     module = path.parent if path.name == "__init__.py" else path.with_suffix("")
     if path.suffix == ".py":
         return str(module) in modules or path.parent == PurePosixPath("vllm/device_allocator")

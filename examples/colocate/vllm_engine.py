@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
+from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor, nn
 
 from .engine import Completion, EngineConfig, SamplingParams
 from .engine.scheduler import Counts
@@ -32,8 +36,6 @@ class VllmEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import vllm
 
-        from memsaver.drop_in.vllm.weights import make_plan
-
         self.model_config, self.config, self._vllm = model, config, vllm
         token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2
         self._llm = vllm.LLM(
@@ -55,11 +57,7 @@ class VllmEngine:
         self.weight_layout: dict[str, WeightPart] = weight_layout(model)
         (self._model,) = self._llm.apply_model(lambda model: model)
         self._constants = {name: each.clone() for name, each in self._model.named_buffers()}
-        specs = {name: (shape, "bfloat16") for name, shape in parameter_shapes(model).items()}
-        pieces = [piece for each in make_plan(self._model, specs).pieces.values() for piece in each]
-        # With one rank each parameter is copied whole. Some have rows of padding beside it.
-        self._parameters = {each.weight: each.target for each in pieces if each.fill is None}
-        self._padding = [(each.target, each.fill) for each in pieces if each.fill is not None]
+        self._parameters, self._padding = _places(self._model, parameter_shapes(model))
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         """Complete prompts of token ids, in their order."""
@@ -97,8 +95,8 @@ class VllmEngine:
         """Offer the weights to a process that writes new ones, as `Engine.share_weights` does."""
         for name, buffer in self._model.named_buffers():
             buffer.copy_(self._constants[name])
-        for rows, value in self._padding:
-            rows.fill_(value)
+        for rows in self._padding:
+            rows.zero_()
         return bytes(ForkingPickler.dumps(self._parameters))
 
     def checksums(self) -> dict[str, int]:
@@ -138,6 +136,21 @@ class VllmEngine:
             logprobs=0,  # of the sampled token alone
             detokenize=False,
         )
+
+
+def _places(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The rows of vLLM's parameters by Hugging Face name, and their rows of padding. Without tensor parallel.
+
+    vLLM fuses projections, in the order of `shapes`.
+    """
+    own = {name: parameter.data for name, parameter in model.named_parameters()}
+    used = Counter[str]()
+    found = {}
+    for name, (rows, *_) in shapes.items():
+        place = re.sub(r"\b[qkv]_proj", "qkv_proj", re.sub(r"\b(gate|up)_proj", "gate_up_proj", name))
+        found[name] = own[place][used[place] : used[place] + rows]
+        used[place] += rows
+    return found, [own[place][rows:] for place, rows in used.items() if rows < len(own[place])]
 
 
 def _take(request: Sequence, output: Any) -> None:

@@ -156,9 +156,6 @@ class ParallelConfig:
     data_parallel_rank: int = 0
     distributed_executor_backend: object = "mp"
 """,
-    "vllm/model_executor/layers/mla.py": "",
-    "vllm/model_executor/layers/attention/mla_attention.py": "",
-    "vllm/model_executor/layers/fused_moe/layer.py": "",
 }
 Load = Callable[..., ModuleType]
 

@@ -19,6 +19,7 @@ from examples.colocate.model import ModelConfig, checksums, parameter_shapes
 from examples.colocate.trainer import EngineWeights, Trainer
 from examples.colocate.trainer.process_group import join
 from examples.colocate.trainer.weights import WeightWriter
+from examples.colocate.vllm_engine import _places
 from tests.examples.trainer_support import MODEL, PLAIN, samples, weights
 
 MODELS = {
@@ -122,3 +123,21 @@ def test_a_checksum_sees_one_bit_and_a_step_before(trainer: Trainer) -> None:
     assert differing() == {"model.norm.weight"}
     trainer.warm_up(samples(), 1e-5)
     assert differing() == decoder.parameters.keys()
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_each_weight_has_its_rows_in_the_fused_parameters_of_vllm(model: ModelConfig) -> None:
+    shapes, fused = parameter_shapes(model), dict[str, list[Tensor]]()
+    expected = {name: torch.full(shape, float(number)) for number, (name, shape) in enumerate(shapes.items(), start=1)}
+    for name, each in expected.items():
+        place = name
+        for part, whole in {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}.items():
+            place = place.replace(f".{part}_proj.", f".{whole}_proj.")
+        fused.setdefault(place, []).append(each)
+    fused["model.embed_tokens.weight"].append(torch.full((3, model.hidden_size), -1.0))  # padding
+    parameters = {name: torch.nn.Parameter(torch.cat(parts)) for name, parts in fused.items()}
+    found, padding = _places(SimpleNamespace(named_parameters=parameters.items), shapes)  # type: ignore[arg-type]
+    assert {name: tuple(each.shape) for name, each in found.items()} == shapes
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert [(each.shape[0], bool((each == -1).all())) for each in padding] == [(3, True)]
+    assert found["model.norm.weight"].data_ptr() == parameters["model.norm.weight"].data_ptr()

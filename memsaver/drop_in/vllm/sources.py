@@ -60,16 +60,8 @@ KNOWN: Final[Mapping[str, Collection[str]]] = {
     "wake_up": ("DEFERRABLE_TAGS", "create_and_map", "current_platform", "libcudart", "self.pointer_to_data"),
 }  # fmt: skip
 
-# Modules with the layers whose weights vLLM processes after a load: it rearranges parameters, or derives other tensors
-# from them. memsaver.drop_in.vllm.weights refuses layers of classes from there, whatever their names are.
-PROCESSED: Final[Mapping[str, tuple[str, ...]]] = {
-    "vllm.model_executor.layers.attention.mla_attention": (),
-    "vllm.model_executor.layers.fused_moe": (),
-    "vllm.model_executor.layers.mla": (),
-}
 
-
-def check(version: str, needed: Mapping[str, tuple[str, ...]] = NEEDED) -> None:
+def check(version: str) -> None:
     """Compares the installed vLLM with texts that its modules and classes need.
 
     Raises:
@@ -78,14 +70,14 @@ def check(version: str, needed: Mapping[str, tuple[str, ...]] = NEEDED) -> None:
     package = find_spec("vllm")
     if package is None or not package.submodule_search_locations:
         raise DropInError("there is no package vllm")
-    found = list(differences(Path(package.submodule_search_locations[0]), needed))
+    found = list(differences(Path(package.submodule_search_locations[0])))
     if found:
         raise DropInError(f"vLLM {version} differs from the versions that memsaver knows: {'; '.join(found)}")
 
 
-def differences(folder: Path, needed: Mapping[str, tuple[str, ...]] = NEEDED) -> Iterator[str]:
+def differences(folder: Path) -> Iterator[str]:
     """The differences of a package vllm, each with its file."""
-    for place, texts in needed.items():
+    for place, texts in NEEDED.items():
         module, _, name = place.partition(":")
         path = file_of(folder, module)
         if not path.is_file():
