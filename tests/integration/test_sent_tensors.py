@@ -172,27 +172,6 @@ def test_a_process_receives_its_own_storage(owner: Worker) -> None:
     owner.run("memsaver.pause(reader_timeout=5)")
 
 
-# Events
-
-# A stand-in for CUDA's event of a storage: the calls of the owner, and the storages that the receiver waits for.
-SENDER_EVENTS = (
-    "from memsaver._torch.ipc import sent as module; calls = []",
-    "record = lambda self, is_first: (calls.append(is_first), setattr(self, 'event_handle', b'e'))",
-    "module.Sent.record = record",
-)
-RECEIVER_EVENTS = "waits = []; receiver.wait_for = lambda device, place: waits.append(bytes.fromhex(place.event))"
-
-
-def test_each_send_records_the_event_that_each_receipt_waits_for(owner: Worker, other: Worker) -> None:
-    for statement in SENDER_EVENTS:
-        owner.run(statement)
-    other.run(RECEIVER_EVENTS)
-    for _ in range(2):
-        hand_over(owner, other, "[cuda(weights[:1]), cuda(weights[1:])]", "pairs")
-        other.run("got = [rebuilt(pair) for pair in pairs]; assert waits == [b'e'] * 2; waits.clear()")
-    owner.run("assert calls == [True, False, False, False], calls")
-
-
 # Other tensors
 
 

@@ -34,8 +34,7 @@ class Place:
     """Where a receiver finds a storage.
 
     ``address``: the name of the owner's socket. ``token``: the secret that the owner asks for. ``offset``: the
-    storage's address in the owner. ``event``: the IPC handle, in hexadecimal digits, of a CUDA event after which the
-    contents are complete.
+    storage's address in the owner.
     """
 
     address: str
@@ -46,7 +45,6 @@ class Place:
     residence: int
     offset: int
     nbytes: int
-    event: str
 
     def handle(self) -> Handle:
         return Handle(_MAGIC + json.dumps(astuple(self)).encode())

@@ -115,19 +115,11 @@ def _sent(storage: torch.UntypedStorage, region: regions.Region) -> Handle:
     """The handle of the storage, equal for all of its sends."""
     address = _sender.address()
     sent = _sender.sent.add(storage, region)
-    if sent.event is None and region.device != "cpu":  # receivers could not wait for this process's work
+    if region.device != "cpu":  # receivers cannot wait for this process's work
         torch.cuda.current_stream(region.device).synchronize()
-    return Place(
-        address,
-        os.getpid(),
-        sent.token,
-        _core.device_uuid(region.device),
-        region.tag,
-        sent.residence,
-        sent.address,
-        sent.nbytes,
-        sent.event_handle.hex(),
-    ).handle()
+    uuid = _core.device_uuid(region.device)
+    place = Place(address, os.getpid(), sent.token, uuid, region.tag, sent.residence, sent.address, sent.nbytes)
+    return place.handle()
 
 
 def _received(place: Place) -> torch.UntypedStorage:

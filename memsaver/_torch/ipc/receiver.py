@@ -161,7 +161,6 @@ class Receiver:
         use = _Use(self, place, device_of(place))
         try:
             use.memory = self._owner(place).borrow(use.claim, place, use.device)
-            wait_for(use.device, place)
             with torch._C.DisableTorchFunction():
                 storage = torch.from_dlpack(use.memory.array(place.offset, place.nbytes, use)).untyped_storage()
         except BaseException:
@@ -175,7 +174,6 @@ class Receiver:
         """Tells the owner that one more send of a storage was received, which this process has already."""
         _core.regions()  # raises in a forked child
         self._owner(place).receive(0, place)
-        wait_for(device_of(place), place)
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return storage._cdata in self._received
@@ -257,13 +255,6 @@ class Receiver:
             log.debug("the use of a received tensor has not ended yet, and is tried again: %s", error)
             return False
         return True
-
-
-def wait_for(device: str, place: Place) -> None:
-    """Lets the current stream wait for the sender's work on the contents."""
-    if place.event:
-        with torch.cuda.device(device):
-            torch.cuda.Event.from_ipc_handle(torch.device(device), bytes.fromhex(place.event)).wait()
 
 
 def device_of(place: Place) -> str:

@@ -6,11 +6,9 @@ of the region, a storage that was sent and not received is no longer kept, and i
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,8 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memsaver import _core
 from memsaver.errors import ReceiveError, RegionPausedError
 from memsaver.regions import Region, all_regions
-
-log = logging.getLogger("memsaver")
 
 _LEAST = 128  # entries before the first search for dead ones
 
@@ -37,28 +33,10 @@ class Sent:
     storage: torch.UntypedStorage | None = None  # set while it is kept alive
     pending: int = 0  # sends without a receipt
     claims: int = 0  # receivers
-    event: Any = None  # of CUDA, after the work of all sends. None on the host, and if the device has no events left
-    event_handle: bytes = b""
 
     @property
     def place(self) -> tuple[Region, int, int, int]:
         return self.region, self.residence, self.address, self.nbytes
-
-    def record(self, is_first: bool) -> None:
-        """Lets the event cover the work that the current stream has, beside that of earlier sends."""
-        if self.region.device == "cpu":
-            return
-        with torch.cuda.device(self.region.device):
-            if is_first:
-                try:
-                    event = torch.cuda.Event(interprocess=True)
-                    self.event_handle = bytes(event.ipc_handle())
-                    self.event = event
-                except RuntimeError:
-                    log.debug("the device has no event left for a sent tensor")
-            if self.event is not None:
-                self.event.wait()
-                self.event.record()
 
 
 class SentStorages:
@@ -80,10 +58,8 @@ class SentStorages:
             if sent is not None and sent.weak.expired():  # its memory was freed and allocated again
                 self._remove(sent)
                 sent = None
-            is_first = sent is None
             if sent is None:
                 sent = Sent(secrets.token_hex(16), *place, weak=StorageWeakRef(storage))
-            sent.record(is_first)
             self._by_place[place] = self._by_token[sent.token] = sent
             sent.storage = storage
             sent.pending += 1
@@ -122,7 +98,7 @@ class SentStorages:
                 self._remove(each)
         for each in withdrawn:
             each.pending = 0
-            each.storage = each.event = None
+            each.storage = None
 
     def devices(self) -> set[str]:
         with self._lock:
