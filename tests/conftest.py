@@ -74,8 +74,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if "PYTEST_APART" not in os.environ or not _leaves_it_unusable(item):
         return None
     read, write = os.pipe()
+    gc.collect()
+    gc.freeze()  # a collection in the child would copy the pages of all of torch's objects
     pid = os.fork()
     if pid == 0:
+        os.environ["PYTEST_APART"] = "child"
         reports = runtestprotocol(item, nextitem=None, log=False)
         found = [item.config.hook.pytest_report_to_serializable(config=item.config, report=each) for each in reports]
         with open(write, "w") as pipe:
@@ -200,6 +203,8 @@ def regions_of_earlier_files() -> None:
 
     What is left then, a million objects of imports, stays out of the collections around each test of this file.
     """
+    if os.environ.get("PYTEST_APART") == "child":
+        return
     gc.unfreeze()
     close_regions()
     gc.freeze()

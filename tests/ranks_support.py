@@ -13,7 +13,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor"]
+from benchmarks.harness.processes import PRELOADED
+
+_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", PRELOADED]
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from typing import Any
 
 # Children come from a server that has loaded torch and has not used CUDA: a new process costs no import.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch"])
+PRELOADED = "benchmarks.harness.preloaded"
+CONTEXT.set_forkserver_preload([PRELOADED])
 # A process with variables of its own starts a new interpreter, since some variables act when it starts.
 _FRESH = multiprocessing.get_context("spawn")
 TIMEOUT_S = 300.0  # of one answer
