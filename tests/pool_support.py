@@ -262,6 +262,7 @@ def nurse(file: int) -> None:
 
     import memsaver._torch.ipc.patches  # noqa: F401
 
+    random_bytes(207 * MIB)  # which workers then need not make
     gc.collect()
     gc.freeze()  # a collection in a worker would copy the pages of all of torch's objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no test reads their exit status
