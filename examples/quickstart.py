@@ -20,7 +20,7 @@ import memsaver
 MIB = 1 << 20
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda:0" if ON_GPU else "cpu"
-WIDTH, LAYERS, CACHE_MIB, MARGIN_MIB = (4096, 32, 8192, 1024) if ON_GPU else (1024, 32, 256, 32)
+WIDTH, LAYERS, CACHE_MIB, MARGIN_MIB = (4096, 32, 8192, 1024) if ON_GPU else (1024, 8, 64, 32)
 BATCH = 8
 
 
@@ -30,7 +30,7 @@ def main() -> int:
     else:
         print("device: none with CUDA, so this is the host driver; the model runs without a graph")
         if "MEMSAVER_HOST_DEVICE" not in os.environ:
-            memsaver.configure(host_device="512MiB")
+            memsaver.configure(host_device="128MiB")
     torch.manual_seed(0)
 
     # Regions. Torch allocates inside `with region:` from the region. Its policy decides over the contents in a pause.

@@ -11,9 +11,9 @@ import memsaver
 
 
 def role(name: str, value: int) -> None:
-    memsaver.configure(pool="shared", pool_capacity="320MiB", memory_timeout=60)  # before regions are made
+    memsaver.configure(pool="shared", pool_capacity="96MiB", memory_timeout=60)  # before regions are made
     region = memsaver.region(name, backup="host")
-    tensor = region.empty(192 << 20, torch.uint8)  # waits up to 60 s for memory that the other process holds
+    tensor = region.empty(64 << 20, torch.uint8)  # waits up to 60 s for memory that the other process holds
     tensor.fill_(value)
     for _ in range(3):
         region.pause()  # the other process, which waits, gets the memory

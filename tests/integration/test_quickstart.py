@@ -10,7 +10,7 @@ from tests.support import ROOT, run_program
 
 
 def test_the_quick_start_succeeds() -> None:
-    size = (512 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
+    size = (128 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
     done = run_program(
         [sys.executable, "-m", "examples.quickstart"],
         cwd=ROOT,
@@ -24,7 +24,7 @@ def test_the_quick_start_succeeds() -> None:
 
 
 def test_two_processes_take_turns() -> None:
-    size = (320 << 20) + os.getpid() % 100 * (2 << 20)
+    size = (96 << 20) + os.getpid() % 100 * (2 << 20)
     with tempfile.TemporaryDirectory() as directory:  # its path is short enough for a socket's
         env = {**os.environ, "MEMSAVER_HOST_DEVICE": str(size), "MEMSAVER_POOL_DIR": directory}
         done, _ = (
