@@ -92,7 +92,7 @@ def _row(samples: list[Sample], work: Work, limit: Limit, since: int) -> dict[st
 def first(run: Run, limit: Limit) -> None:
     for full in (MEDIUM, SMALL):
         work, samples = full.scaled(run.options.scale), []
-        for _ in range(2):
+        for _ in range(1 if run.small else 2):
             limit.measure()
             samples.append(in_process(first_pause, work=work, device=run.device))
         row = {name: median([sample[name] for sample in samples]) for name in samples[0]}
@@ -143,7 +143,7 @@ def lazy(run: Run, limit: Limit) -> None:
     work = replace(LARGE.scaled(min(run.options.scale, most)), backup="host")
     rows = {"pause without copies, resume, chunks retained": in_process(unmapped, work=work, device=run.device)}
     for lacking in (0, 10 * work.total // 64):
-        how: dict[str, Any] = {"work": work, "lacking": lacking, "cycles": 20, "device": run.device}
+        how: dict[str, Any] = {"work": work, "lacking": lacking, "cycles": 4 * run.options.cycles, "device": run.device}
         rows[f"lazy switch, {size(lacking)} are lacking"] = in_process(lazy_switches, **how)
     run.table(f"two regions of {size(work.total)} with contents", rows)
 

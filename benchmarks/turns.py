@@ -66,7 +66,7 @@ MUST_OUT: dict[str, tuple[str, ...]] = {"train": (), "sync": ("moments",), "roll
 MUST_OUT_LATE: dict[str, tuple[str, ...]] = {**MUST_OUT, "sync": (), "rollout": ("params", "moments")}
 MUST_IN: dict[str, tuple[str, ...]] = {"train": ("params", "moments"), "sync": (), "rollout": ()}
 WARM_UP = 2  # steps
-WORK_S = 1.0  # of the device, before the first use of late memory
+WORK_S = {"cuda": 1.0, "cpu": 0.05}  # of the device, before the first use of late memory
 TIMEOUT_S = 300.0
 MEMORY_S = 60.0
 
@@ -229,12 +229,13 @@ class Member(Colocated):
 
     def __init__(self, sizes: dict[str, int], device: str, is_late: bool) -> None:
         self.device, self.waited, self.is_late = device, 0.0, is_late
+        self.work_s = WORK_S[device.partition(":")[0]]
         works = {tag: Work(8, nbytes // 8) for tag, nbytes in sizes.items()}
         if is_late and (whole := works.pop("params", None)):
             works = {**dict.fromkeys(QUARTERS, Work(2, whole.nbytes)), **works}
         self.tensors = {tag: self._allocate(tag, work) for tag, work in works.items()}
         self.params = [tensor for tag, of_tag in self.tensors.items() if "params" in tag for tensor in of_tag]
-        seconds = WORK_S / len(QUARTERS) if is_late else 0.0
+        seconds = self.work_s / len(QUARTERS) if is_late else 0.0
         quarters = (self.params[at : at + 2] for at in range(0, len(self.params), 2))
         self.model = torch.nn.Sequential(*(Layers(each, self._spend, seconds) for each in quarters))
         for tag, layers in zip(QUARTERS if is_late else (), self.model):
@@ -256,7 +257,7 @@ class Member(Colocated):
             if self.is_late:
                 self._arrive("moments")
         elif phase == "rollout" and not self.params and self.is_late:
-            self._spend(WORK_S)
+            self._spend(self.work_s)
             self._arrive("kv_rest")
         return self.waited
 
