@@ -1,11 +1,15 @@
-"""The loop with real actors: one run that is read by several tests, and one in which actors die."""
+"""Programs with real actors, in one cluster: a run of the loop that several tests read, one in which actors die, and
+the smallest program.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
+import re
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,9 +21,11 @@ import pytest
 import torch
 
 ray = pytest.importorskip("ray", reason="needs ray")
+pytest.importorskip("transformers", reason="models are written by it")
 
 import memsaver  # noqa: E402
 from benchmarks.step import row as row_of  # noqa: E402
+from examples import two_actors  # noqa: E402
 from examples.colocate import __main__ as command  # noqa: E402
 from examples.colocate import countdown  # noqa: E402
 from examples.colocate.checks.checked_actors import CheckedTrainer  # noqa: E402
@@ -29,6 +35,7 @@ from examples.colocate.model.folder import load_config  # noqa: E402
 from examples.colocate.rollout import HungError, answers  # noqa: E402
 from examples.colocate.trainer import EngineWeights  # noqa: E402
 from tests.examples.model_support import save_model, save_tokenizer  # noqa: E402
+from tests.support import fresh_device  # noqa: E402
 
 # One rank of a model is a trainer's, or an engine's of two.
 RUN = (
@@ -41,8 +48,11 @@ KINDS = ("Qwen3", "Qwen2") if os.environ.get("MEMSAVER_TEST_MODELS") == "all" el
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("MEMSAVER_HOST_DEVICE", fresh_device())  # of actors that choose none
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR")
     yield
     ray.shutdown()
 
@@ -181,6 +191,15 @@ def test_an_actor_that_hangs_is_named_after_a_bound() -> None:
         answers([one.answer.remote(), other.hang.remote()], "engine.hang", 0.2)
     for actor in (one, other):
         ray.kill(actor)
+
+
+def test_two_actors_take_turns_and_learn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(two_actors, "DEVICE", "cpu")
+    monkeypatch.setattr(sys, "argv", ["two_actors", "--steps", "13"])
+    two_actors.main()
+    rewards = [float(each) for each in re.findall(r"step \d+: reward ([\d.]+)", capsys.readouterr().out)]
+    assert len(rewards) == 13
+    assert max(rewards[-3:]) > rewards[0] + 0.08
 
 
 @pytest.mark.parametrize(
