@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..model.layers import flash_attention
 from . import ops
 
 Caches = list[tuple[Tensor, Tensor]]  # of K and V, each [N, P, K, D], by layer
@@ -29,7 +28,6 @@ class Chunks(NamedTuple):
     bounds: Tensor  # int32 [B + 1]: where each begins and ends
     total: int
     longest: int
-    whole: bool  # no context is longer than its chunk
 
 
 @dataclass(frozen=True, eq=False)  # torch.compile hashes it before its fields are there
@@ -51,13 +49,9 @@ class PagedAttention:
         ops.write_kv(k_cache, v_cache, k_TKD, v_TKD, self.slots_T)
         if self.chunks is None:
             return paged_decode(q_THD, k_cache, v_cache, self.block_table, self.lengths_B)
-        bounds, total, longest, whole = self.chunks
-        q_THD, k_TKD, v_TKD = (each[:total] for each in (q_THD, k_TKD, v_TKD))
-        # Whole prompts go through torch's own kernel.
-        if whole and ops.in_triton(q_THD) and q_THD.dtype != torch.float32 and (flash := flash_attention()):
-            out_THD: Tensor = flash(q_THD, k_TKD, v_TKD, bounds, bounds, longest, longest)
-            return out_THD
-        return paged_prefill(q_THD, k_cache, v_cache, self.block_table, self.lengths_B, self.chunks)
+        return paged_prefill(
+            q_THD[: self.chunks.total], k_cache, v_cache, self.block_table, self.lengths_B, self.chunks
+        )
 
 
 @ops.triton_on_cuda("paged_prefill")
