@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.testing._internal.two_tensor import TwoTensor
 
 import memsaver
 from memsaver import cpu_backup
@@ -28,8 +27,14 @@ from tests.support import (
     drop_backups,
     host_held_bytes,
     host_used_bytes,
+    random_bytes,
     unnamed_files,
 )
+
+DTYPES = [
+    torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool, torch.complex64,
+    torch.float8_e4m3fn,
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +64,21 @@ def reads(block: Block, clone: bool = False) -> bool:
 
 
 # Values
+
+
+def test_contents_are_read_while_the_region_is_paused(make: Make) -> None:
+    region = make("host")
+    tensors = [counted(region, (5, 7, 3), dtype) for dtype in DTYPES]
+    expected = [tensor.clone() for tensor in tensors]
+    region.pause()
+    for tensor, contents in zip(tensors, expected):
+        for clone in (False, True):
+            found = cpu_backup(tensor, clone=clone)
+            assert (found.device.type, found.stride()) == ("cpu", contents.stride())
+            assert same(found, contents)
+    assert region.state == "paused" and region.mapped_bytes == 0
+    region.resume()
+    assert all(map(same, tensors, expected))
 
 
 VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -145,7 +165,72 @@ def test_a_view_outlives_the_resume_and_its_tensor_and_changes_nothing(make: Mak
 # In pieces
 
 
+def test_contents_in_pieces_are_one_tensor(make: Make) -> None:
+    between = [Block(make("host"), MIB, seed) for seed in range(12)]
+    memsaver.pause([block.region.tag for block in between])
+    memsaver.resume([block.region.tag for block in between[::2]])
+    assert host_held_bytes() - host_used_bytes() >= 6 * MIB  # in holes
+    region = make("host")
+    held = blocks(region, [5 * MIB, 3 * MIB, 513], seed=50)
+    region.pause()
+    memsaver.configure(host_limit=host_held_bytes())
+    with pytest.raises(memsaver.BackupError, match="host_limit"):
+        cpu_backup(held[0].tensor)
+    assert reads(held[0], clone=True)
+    memsaver.configure(host_limit=None)
+    used = host_used_bytes()
+    for seed, block in enumerate(held):
+        view, again = cpu_backup(block.tensor), cpu_backup(block.tensor)
+        assert view.is_contiguous() and view.data_ptr() == again.data_ptr()
+        assert np.array_equal(view.numpy(), block.expected)
+        block.expected = random_bytes(block.nbytes, 200 + seed)
+        view.numpy()[:] = block.expected
+        assert reads(block, clone=True)
+    assert host_used_bytes() > used  # some was not in one piece
+    del view, again
+    region.resume()
+    check(held)
+    for block in between[1::2]:
+        block.region.resume()
+        block.check()
+    assert host_used_bytes() == 0
+
+
 # Tensors without a backup
+
+
+def test_cpu_backup_without_a_backup_raises(make: Make) -> None:
+    lost, given_up = make("none"), make("host")
+    tensors = counted(lost, 100), counted(given_up, 100)
+    lost.pause()
+    given_up.pause(backup="none")
+    for region, tensor in zip((lost, given_up), tensors):
+        for clone in (False, True):
+            with pytest.raises(memsaver.BackupError, match="no backup of these 400 bytes") as caught:
+                cpu_backup(tensor, clone=clone)
+            assert repr(region.tag) in str(caught.value)
+        assert region.state == "paused"
+        region.resume()
+
+
+@pytest.mark.parametrize("clone", [False, True])
+def test_cpu_backup_of_a_region_that_is_not_paused_raises(make: Make, clone: bool) -> None:
+    region = make("host")
+    tensor = counted(region, 100)
+
+    def refused(state: str) -> None:
+        with pytest.raises(memsaver.Error, match=f"is {state}") as caught:
+            cpu_backup(tensor, clone=clone)
+        assert type(caught.value) is memsaver.Error
+
+    refused("active")
+    prepared = memsaver.transitions.prepare_pause(region.tag)
+    refused("pausing")
+    prepared.commit()
+    found = cpu_backup(tensor, clone=clone)
+    assert same(found, torch.arange(100.0))
+    region.resume()
+    refused("active")
 
 
 FOREIGN: list[tuple[type[Exception], Any]] = [
@@ -157,14 +242,25 @@ FOREIGN: list[tuple[type[Exception], Any]] = [
 def test_cpu_backup_of_a_foreign_value_raises(make: Make) -> None:
     region = make("host")
 
+    class Two(torch.Tensor):
+        @staticmethod
+        def __new__(cls, part: torch.Tensor) -> Two:
+            return torch.Tensor._make_wrapper_subclass(cls, part.shape)  # type: ignore[no-any-return,attr-defined]
+
+        def __init__(self, part: torch.Tensor) -> None:
+            self.part = part
+
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["part"], None
+
     tensor = counted(region, 10)
     region.pause()
     for clone in (False, True):
         for kind, value in FOREIGN:
             with pytest.raises(kind, match="tensor"):
                 cpu_backup(value, clone=clone)
-        with pytest.raises(TypeError, match="TwoTensor"):
-            cpu_backup(TwoTensor(tensor, tensor), clone=clone)
+        with pytest.raises(TypeError, match="Two"):
+            cpu_backup(Two(tensor), clone=clone)
         for none in (tensor[:0], tensor[10:], tensor.view(2, 5)[:, :0]):
             with pytest.raises(ValueError, match="no region"):
                 cpu_backup(none, clone=clone)

@@ -126,6 +126,23 @@ def test_a_file_is_kept_and_used_again(make: Make, disk: Path) -> None:
     check(held)
 
 
+def test_a_removed_directory_raises_and_keeps_the_contents(make: Make, disk: Path) -> None:
+    region = make("disk")
+    block = Block(region, 5 * MIB)
+    place = disk / "place"
+    place.mkdir()
+    memsaver.configure(disk_dir=place)
+    region.pause()
+    place.rmdir()  # the file lives on without a name
+    region.resume()
+    block.check()
+    memsaver.release_host_memory()
+    with pytest.raises(memsaver.BackupError, match="No such file"):
+        region.pause()
+    assert region.state == "active"
+    block.check()
+
+
 def test_a_killed_process_leaves_nothing(small_disk: Path) -> None:
     """It is killed while it waits with contents in a file, and while it writes them."""
     before = free_on(small_disk)
@@ -174,6 +191,67 @@ def test_a_full_disk_is_an_error_before_anything_moves(make: Make, small_disk: P
     assert (unnamed_files(small_disk), free_on(small_disk)) == ([], before)
     back.resume()
     check(held)
+
+
+def test_limits_of_the_process_are_errors_before_anything_moves(disk: Path) -> None:
+    """Of the size of files, of descriptors, and of addresses: for the stacks of threads."""
+    said = run_clean(
+        """
+        import ctypes, os, resource, memsaver
+        region = memsaver.region("a", device="cpu", backup="disk")
+        held = region._core.allocate_array(70 << 20)
+        contents = (ctypes.c_ubyte * (70 << 20)).from_address(region._core.live()[0][0])
+        contents[5] = contents[60 << 20] = 7
+
+        def refused(limit, most):
+            soft, hard = resource.getrlimit(limit)
+            resource.setrlimit(limit, (most, hard))
+            try:
+                region.pause()
+            except memsaver.Error as error:
+                print(type(error).__name__, region.state, region.backup_bytes, error)
+            resource.setrlimit(limit, (soft, hard))
+
+        refused(resource.RLIMIT_FSIZE, 10 << 20)
+        taken = os.dup(0)
+        refused(resource.RLIMIT_NOFILE, taken + 1)
+        region.pause()
+        region.resume()
+        size = int(open("/proc/self/statm").read().split()[0]) * 4096
+        refused(resource.RLIMIT_AS, size + (4 << 20))  # no stack fits, but some threads may be left
+        region.resume()
+        print(region.state, contents[5], contents[60 << 20])
+        """,
+        MEMSAVER_DISK_DIR=str(disk),
+    )
+    lines = said.splitlines()
+    assert lines[0].startswith("BackupError active 0 ") and "posix_fallocate" in lines[0]
+    assert lines[1].startswith("BackupError active 0 ") and "Too many open files" in lines[1]
+    assert len(lines) == 3 or "thread" in lines[2]
+    assert lines[-1] == "active 7 7"
+
+
+def test_host_memory_for_the_blocks_is_reserved_first(make: Make, disk: Path) -> None:
+    """A pause, and a switch that reads a file, fail before a region is paused."""
+    drop_backups()
+    out, back = make("none"), make("disk")
+    held = blocks(back, [40 * MIB], seed=5)
+    memsaver.configure(host_limit=host_held_bytes() + 4 * MIB)
+    with pytest.raises(memsaver.BackupError, match="host_limit"):
+        back.pause()
+    assert (back.state, back.backup_bytes, used_on_disk(), unnamed_files(disk)) == ("active", 0, 0, [])
+    memsaver.configure(host_limit=None)
+    back.pause()
+    held += blocks(out, [40 * MIB])
+    memsaver.release_host_memory()
+    memsaver.configure(host_limit=host_held_bytes())
+    with pytest.raises(memsaver.BackupError, match="host_limit"):
+        memsaver.switch(pause=out.tag, resume=back.tag)
+    assert (out.state, back.state) == ("active", "paused")
+    held[1].check()
+    memsaver.configure(host_limit=None)
+    memsaver.switch(pause=out.tag, resume=back.tag)
+    held[0].check()
 
 
 # Where there is no directory

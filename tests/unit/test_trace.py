@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 import memsaver
-from memsaver import _results, trace
+from memsaver import _core, _results, trace
 from memsaver.trace.files import read
 from memsaver.trace.picture import MOVING, samples
 from memsaver.trace.writer import IDLE
@@ -205,6 +206,25 @@ def test_a_wait_has_its_bytes_and_the_process_that_holds_them(turned: Turned) ->
     assert resume["ts"] <= begin["ts"] < second["ts"] < ended["ts"] <= end(resume)
 
 
+def test_transitions_have_their_stages_and_copies_with_bytes(turned: Turned) -> None:
+    events = read(map(str, turned.files)).events
+    pause, resume = named(events, "pause kv")[0], only(events, "resume params")
+    assert stages(events, pause) == ["queue", "readers", "launches", "device", "backup", "move"]
+    assert stages(events, resume) == ["queue", "readers", "launches", "memory", "move"]
+    assert (pause["args"]["outcome"], pause["args"]["released_bytes"]) == ("done", 96 * MIB)
+    inner = [each for each in events if each.get("cat") == "stage" and each["pid"] == turned.trainer][-5:]
+    assert [each["ts"] for each in inner[1:]] == [end(each) for each in inner[:-1]]
+    out = named(events, "copies out", pid=turned.engine)
+    back = named(events, "copies in")
+    assert [each["args"]["bytes"] for each in out] == [96 * MIB, 96 * MIB]
+    assert [(each["pid"], each["args"]["bytes"]) for each in back] == [
+        (turned.engine, 96 * MIB), (turned.trainer, 64 * MIB), (turned.engine, 96 * MIB)
+    ]  # fmt: skip
+    assert pause["ts"] <= out[0]["ts"] and end(out[0]) <= end(pause)
+    assert resume["ts"] <= back[1]["ts"] and end(back[1]) <= end(resume)
+    assert out[0]["tid"] != back[0]["tid"] != pause["tid"]
+
+
 def test_memory_by_owner_is_a_counter(turned: Turned) -> None:
     events = read(map(str, turned.files)).events
     name = f"memory cpu {turned.uuid}"
@@ -260,6 +280,21 @@ def test_the_picture_has_each_owner_and_a_killed_process_holds_nothing(turned: T
     assert any(held.get(f"{name} {turned.trainer}: {MOVING}") for _, held in found)  # before its first transition
 
 
+def test_a_failed_an_aborted_and_a_dropped_transition_are_in_the_trace(make: Make, file: Path) -> None:
+    region = make("host")
+    block = Block(region, MIB)
+    prepare_pause(region.tag).abort()
+    prepared = prepare_pause(region.tag)
+    del prepared
+    with memsaver.capturing(), pytest.raises(memsaver.Error):
+        region.pause()
+    outcomes = [each["args"]["outcome"] for each in named(of(file), f"pause {region.tag}")]
+    assert outcomes == ["aborted", "aborted", "failed"]
+    assert named(of(file), f"pause {region.tag}")[-1]["args"]["error"].startswith("Error: a CUDA graph is being")
+    check_format(of(file))
+    block.check()
+
+
 def test_transitions_side_by_side_have_tracks_of_their_own(make: Make, file: Path) -> None:
     first, second = make("host"), make("host")
     blocks = [Block(first, MIB), Block(second, MIB)]
@@ -304,6 +339,33 @@ def test_copies_of_offered_contents_are_in_the_trace_and_the_sums(make: Make, fi
     assert after["copies_bytes", "out"] - before.get(("copies_bytes", "out"), 0) == 2 * MIB
     region.resume()
     block.check()
+
+
+def test_waits_for_the_driver_and_for_readers_have_their_bytes(make: Make, file: Path) -> None:
+    region = make("host")
+    block = Block(region, 2 * MIB)
+    assert _core.lend(region._core, (block.address, block.nbytes), region.residence, 7, os.getpid())
+    pausing = memsaver.start(pause=region)
+    until(lambda: [each.name for each in memsaver.history()[-1].stages][-1:] == ["readers"])
+    _core.end_lease(region._core, 7)
+    pausing.result(60)
+    with Fill() as rest:
+        resuming = memsaver.start(resume=region, memory_timeout=60)
+        until(lambda: [each.name for each in memsaver.history()[-1].stages][-1:] == ["memory"])
+        time.sleep(0.05)
+        rest.close()
+        resuming.result(60)
+    block.check()
+    events = of(file)
+    check_format(events)
+    readers, memory = [each for each in events if each.get("cat") == "waits"]
+    assert readers["args"]["bytes"] == memory["args"]["bytes"] == 2 * MIB
+    assert [each["pid"] for each in readers["args"]["holders"]] == [os.getpid()]
+    assert (memory["name"], "holders" in memory["args"]) == ("waits", False)
+    for wait, move in ((readers, f"pause {region.tag}"), (memory, f"resume {region.tag}")):
+        whole = only(events, move)
+        assert whole["ts"] <= wait["ts"] and end(wait) <= end(whole)
+    assert memory["dur"] > 0
 
 
 def test_a_long_transition_is_written_before_its_call_returns(make: Make, file: Path, slow: memsaver.Guest) -> None:
@@ -394,6 +456,23 @@ def test_processes_can_share_a_file_and_a_broker_that_a_client_starts_writes_too
     for each in resumes:  # a process that exits holds nothing
         last = [event for event in events if event.get("cat") == "memory" and event["pid"] == each["pid"]][-1]
         assert last["args"] == {"kv": 0}
+
+
+def test_offered_chunks_are_owners_of_their_own_and_closed_regions_hold_nothing(make: Make, file: Path) -> None:
+    region, other = make("host"), make("host")
+    block = Block(region, 2 * MIB)
+    region.pause(lazy=True)
+    region.resume()
+    block.check()
+    del block
+    counters = [each["args"] for each in of(file) if each.get("cat") == "memory"]
+    offered = f"{region.tag} (offered)"
+    assert [(each[region.tag], each.get(offered)) for each in counters[-3:]] == [
+        (2 * MIB, None), (0, 2 * MIB), (2 * MIB, 0)
+    ]  # fmt: skip
+    region.close()
+    other.pause()
+    assert [each["args"] for each in of(file) if each.get("cat") == "memory"][-1][region.tag] == 0
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Make) -> None:
