@@ -13,9 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.harness.processes import PRELOADED
-
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", PRELOADED]
+_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "tests.preloaded"]
 
 
 @contextmanager

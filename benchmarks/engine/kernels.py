@@ -18,7 +18,7 @@ from benchmarks.harness.work import copy_rate
 
 LAYERS = 36
 REPLAYS = 10
-# Batch, query heads, KV heads, head dimension, tokens of context, and whether lengths run from 1 to that.
+# Batch, query heads, KV heads, head dimension, tokens of context, and whether lengths run from that to 1.
 PAGED = {
     "8b, batch 64, 1024 tokens": (64, 32, 8, 128, 1024, False),
     "8b, batch 64, 1 to 2048 tokens": (64, 32, 8, 128, 2048, True),
@@ -69,7 +69,7 @@ def paged(batch: int, heads: int, kv_heads: int, head_dim: int, length: int, rag
     sizes = (LAYERS, 2, batch * width + 1, 16, kv_heads, head_dim)
     caches = [each.unbind() for each in torch.randn(sizes, device="cuda", dtype=torch.bfloat16)]
     table = (torch.randperm(batch * width, device="cuda") + 1).int().view(batch, width)
-    lengths = torch.linspace(1 if ragged else length, length, batch, device="cuda").int()
+    lengths = torch.linspace(length, 1 if ragged else length, batch, device="cuda").int()
     q = torch.randn(batch, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     calls: Calls = [partial(paged_decode, q, k, v, table, lengths) for k, v in caches]
     return calls, int(lengths.sum()) * 2 * kv_heads * head_dim * 2

@@ -21,7 +21,6 @@ from examples.colocate.model import ModelConfig
 from examples.colocate.savers import Resident
 
 BLOCK = 16  # tokens in a KV block
-CHUNK = 4096  # tokens of a prefill step without graphs
 SHORTEST = 16  # tokens of a ragged prompt, and of its completion
 SMALL = ModelConfig(512, 64, 2, 4, 2, 16, 96, max_position=128)
 
@@ -89,7 +88,6 @@ def make_engine(
         "max_batch_size": batch,
         "block_size": BLOCK,
         "num_blocks": 1 + batch * -(-length // BLOCK),
-        "max_prefill_tokens": max(CHUNK, *(load.batch * load.prompt for load in loads if not load.ragged), 0),
         "graph_batch_sizes": tuple(sorted({load.batch for load in loads})),
     }
     if device != "cpu":

@@ -13,8 +13,7 @@ from typing import Any
 
 # Children come from a server that has loaded torch and has not used CUDA: a new process costs no import.
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = "benchmarks.harness.preloaded"
-CONTEXT.set_forkserver_preload([PRELOADED])
+CONTEXT.set_forkserver_preload(["torch"])
 # A process with variables of its own starts a new interpreter, since some variables act when it starts.
 _FRESH = multiprocessing.get_context("spawn")
 TIMEOUT_S = 300.0  # of one answer

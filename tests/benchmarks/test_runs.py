@@ -57,9 +57,9 @@ for module in list(sys.modules.values()):
 PROGRAM = """
 import contextlib, io, json, sys
 from benchmarks.__main__ import main
-from benchmarks.harness.processes import CONTEXT, PRELOADED
+from benchmarks.harness.processes import CONTEXT
 loaded = ["torch.distributed.fsdp", "memsaver.distributed", "benchmarks.engine", "benchmarks.harness.subjects"]
-CONTEXT.set_forkserver_preload([*loaded, PRELOADED])
+CONTEXT.set_forkserver_preload([*loaded, "tests.preloaded"])
 if __name__ == "__main__":
     for line in sys.stdin:
         out = io.StringIO()

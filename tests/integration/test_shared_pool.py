@@ -99,8 +99,8 @@ def test_memory_of_a_pause_is_available_when_it_returns_and_comes_without_descri
                 source.run("memsaver.pause()")
                 target.run("memsaver.resume()")
             seen.append([descriptors_of(pid) for pid in (one.pid, two.pid)])
-        # A thread may have a descriptor for a moment. One that stays adds to each later count.
-        until(lambda: all(descriptors_of(each.pid) <= count for each, count in zip((one, two), seen[1])))
+        # A thread may have a descriptor for a moment, or open one at its start. One of each round would add eight.
+        until(lambda: all(descriptors_of(each.pid) <= count + 4 for each, count in zip((one, two), seen[1])))
         assert one.run("print(_core.unreleased_bytes())") == "0"
 
 
