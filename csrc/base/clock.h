@@ -8,7 +8,7 @@ namespace memsaver {
 using Clock = std::chrono::steady_clock;
 using Deadline = Clock::time_point;
 
-constexpr Deadline kNever = Deadline::max();
+inline constexpr Deadline kNever = Deadline::max();
 
 // Tests replace the functions by those of a virtual clock: time then passes only in sleep_for(), so a sequence of waits
 // takes no time and is the same in every run.

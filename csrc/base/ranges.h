@@ -20,7 +20,7 @@ struct Range {
   std::size_t end() const { return offset + size; }
 };
 using Ranges = std::vector<Range>;  // by offset, without overlaps, unless said otherwise
-constexpr Range kEverywhere{0, static_cast<std::size_t>(-1)};
+inline constexpr Range kEverywhere{0, static_cast<std::size_t>(-1)};
 
 std::size_t bytes_of(const Ranges& ranges);
 Ranges sorted(Ranges ranges);

@@ -20,7 +20,7 @@ namespace memsaver {
 
 // Fixed classes: a handle can be neither split nor merged, so a chunk must have a size that every borrower can use. The
 // largest class is for regions without a backup: the cost of their transitions is remapping, which is per chunk.
-constexpr std::array<std::size_t, 4> kChunkClasses = {1024 * kMiB, 256 * kMiB, 32 * kMiB, 2 * kMiB};
+inline constexpr std::array<std::size_t, 4> kChunkClasses = {1024 * kMiB, 256 * kMiB, 32 * kMiB, 2 * kMiB};
 
 // The largest class that is no larger than `limit`. `limit` is at least kPage.
 std::size_t chunk_class(std::size_t limit);

@@ -207,6 +207,4 @@ void Region::sweep_offered() {
   take_offered_locked(unused, freed);
 }
 
-// Mappings that may be taken back
-
 }  // namespace memsaver

@@ -33,8 +33,6 @@ void Region::settle(State next) {
   for (const Address begin : std::exchange(freed_meanwhile_, {})) end_locked(begin);
 }
 
-// Backups
-
 // Segments
 
 void Region::end_locked(Address begin) {

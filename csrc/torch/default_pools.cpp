@@ -109,8 +109,8 @@ Result code_of_error() {
   }
 }
 
-// Answers a call in place of the driver if it comes from torch's code, but in a forked child. Throws nothing, since the
-// caller is C code.
+// Answers a call in place of the driver if it comes from torch's code, and never in a forked child. Throws nothing,
+// since the caller is C code.
 template <typename Act, typename ByDriver>
 Result answer(const void* return_address, Act act, ByDriver by_driver) {
   const auto from = reinterpret_cast<Address>(return_address);
@@ -377,10 +377,10 @@ std::string intercept_calls(const std::string& library) {
 
 std::string bind_default_pools(const std::string& library) {
   static std::mutex binding;
-  static std::optional<std::string> reason;
+  static auto* const reason = new std::optional<std::string>;  // never destroyed, as Core
   const std::lock_guard lock(binding);
-  if (!reason) reason = intercept_calls(library);
-  return *reason;
+  if (!*reason) *reason = intercept_calls(library);
+  return **reason;
 }
 
 void add_default_pool(Region& region) {

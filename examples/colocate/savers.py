@@ -12,7 +12,7 @@ of the weights, which the engine takes in.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -131,9 +131,12 @@ class Tagged(Resident):
 
 def import_saver(device: str) -> Any:
     """The object of torch_memory_saver. Raises ValueError if it cannot be used."""
-    if not device.startswith("cuda") or importlib.util.find_spec("torch_memory_saver") is None:
-        raise ValueError("--memory torch_memory_saver needs a GPU and the package torch_memory_saver")
-    return importlib.import_module("torch_memory_saver").torch_memory_saver
+    if not device.startswith("cuda"):
+        raise ValueError("--memory torch_memory_saver needs a GPU")
+    try:
+        return importlib.import_module("torch_memory_saver").torch_memory_saver
+    except ImportError as error:
+        raise ValueError(f"--memory torch_memory_saver needs the package torch_memory_saver: {error}") from error
 
 
 REGIONS: dict[str, Any] = {

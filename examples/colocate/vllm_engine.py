@@ -141,7 +141,8 @@ class VllmEngine:
 def _places(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The rows of vLLM's parameters by Hugging Face name, and their rows of padding. Without tensor parallel.
 
-    vLLM fuses projections, in the order of `shapes`.
+    vLLM fuses projections, in the order of `shapes`, and pads vocabularies. Raises ValueError for other parameters, as
+    those of quantized models.
     """
     own = {name: parameter.data for name, parameter in model.named_parameters()}
     used = Counter[str]()
@@ -150,7 +151,10 @@ def _places(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[di
         place = re.sub(r"\b[qkv]_proj", "qkv_proj", re.sub(r"\b(gate|up)_proj", "gate_up_proj", name))
         found[name] = own[place][used[place] : used[place] + rows]
         used[place] += rows
-    return found, [own[place][rows:] for place, rows in used.items() if rows < len(own[place])]
+    padding = {place: own[place][rows:] for place, rows in used.items() if rows < len(own[place])}
+    for name in sorted(own.keys() ^ used.keys()) + [place for place in padding if "layers" in place]:
+        raise ValueError(f"vLLM's parameters differ in {name!r}; expected those of a dense model in bf16")
+    return found, list(padding.values())
 
 
 def _take(request: Sequence, output: Any) -> None:

@@ -37,7 +37,7 @@ def _serve() -> None:
         try:
             answers[kind](text)
         except Exception as error:  # the thread goes on, and the request is repeated
-            log.warning("a request of the memory of %s was not answered (%s): %r", text, kind, error)
+            log.warning("a request of the memory of %s was not answered (%s): %r", text.partition(" ")[0], kind, error)
 
 
 def _note_copies(text: str) -> None:

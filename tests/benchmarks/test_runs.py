@@ -114,6 +114,8 @@ SPOILT = ["pause_resume --scale 0.001 --cycles 1 --only switch", "soak --turns 2
 @pytest.mark.parametrize("line", SPOILT, ids=lambda line: line.split(" ")[0])
 def test_a_run_fails_if_a_resume_changes_a_bit(line: str, ran: Ran, folder: Path) -> None:
     (folder / "spoil").touch()
-    code, found, text = ran(line)
-    (folder / "spoil").unlink()
+    try:
+        code, found, text = ran(line)
+    finally:
+        (folder / "spoil").unlink()
     assert code == 1 and any("contents of" in each for each in found["failures"]), text

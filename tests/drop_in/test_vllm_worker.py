@@ -57,6 +57,7 @@ def be(load: Load, store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> Be:
 
         parallel_state._WORLD = SimpleNamespace(rank=rank, ranks=list(all_ranks))
         monkeypatch.setitem(drop_in._states, "vllm", drop_in.DropIn(**{**vars(own), **changes}))
+        monkeypatch.setattr(ranks, "_last", None)
 
     be(4)
     return be
@@ -86,7 +87,7 @@ def test_rank_without_drop_in_is_named_by_each_check(be: Be) -> None:
 def test_rank_with_another_version_is_named(be: Be) -> None:
     ranks.publish()
     be(5, version="0.26.0")
-    with pytest.raises(DropInError, match=r"rank 4 has the drop-in .*9.9.9.*, and this one has .*0.26.0") as raised:
+    with pytest.raises(DropInError, match=r"rank 4 has the drop-in .*9.9.9.*, and rank 5 has .*0.26.0") as raised:
         ranks.check()
     assert raised.value.rank == 4
 
@@ -193,15 +194,12 @@ def test_store_that_has_ended_is_named(workers: Workers, monkeypatch: pytest.Mon
         def clone(self) -> dist.Store:
             return self
 
-        def set(self, key: str, value: str) -> None:
-            pass
-
         def check(self, keys: list[str]) -> bool:
             raise dist.DistNetworkError("connection reset")
 
     ended = Ended()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: ended)
-    text = r"^the results of wake_up on other ranks are unknown: .*store cannot be reached: connection reset"
+    text = r"^the result of wake_up on rank 0 is unknown: .*store cannot be reached: connection reset"
     with pytest.raises(RuntimeError, match=text):
         workers[2].wake_up()
 

@@ -145,6 +145,7 @@ def test_two_ranks_that_die_are_replaced_and_give_the_identical_curve_also_when_
     for other, text in (
         ((), "step-00000002' already; expected"),
         (("--resume", "--seed", "1"), "seed is '0'; expected '1'"),
+        (("--resume", "--engines", "2"), "engines is '1'; expected '2'"),
     ):
         assert command.main([*RUN, "--model", str(folder), *kept, *other]) == command.FAILED
         assert text in capsys.readouterr().err

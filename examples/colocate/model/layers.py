@@ -5,10 +5,6 @@ Shape suffixes: T tokens, H heads, D head dimension, C hidden size, P positions;
 
 from __future__ import annotations
 
-import inspect
-from functools import cache, partial
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,18 +42,3 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU of the gate times the other half, elementwise."""
     return F.silu(gate) * up
-
-
-@cache
-def flash_attention() -> partial[Any] | None:
-    """Torch's attention of sequences laid end to end, causal and of grouped queries; None in a version without these.
-
-    The import takes a second, and so comes with the first use.
-    """
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True}
-    known = inspect.signature(varlen_attn).parameters
-    return partial(varlen_attn, **options) if options.keys() <= known.keys() else None

@@ -6,6 +6,8 @@ hidden size, V vocabulary, P positions of the tables.
 
 from __future__ import annotations
 
+import inspect
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..model.config import ModelConfig, parameter_shapes
-from ..model.layers import apply_rotary, flash_attention, rms_norm, swiglu
+from ..model.layers import apply_rotary, rms_norm, swiglu
 from .batch import MicroBatch
 
 
@@ -139,3 +141,18 @@ def _chunk(
         entropy_N = -(probabilities_NV * logprobs_NV).sum(-1)
         variance_N = (probabilities_NV * (logprobs_NV + entropy_N[:, None]).square()).sum(-1)
     return torch.stack((logprobs_N, entropy_N, variance_N))
+
+
+@cache
+def flash_attention() -> partial[Any] | None:
+    """Torch's attention of sequences laid end to end, causal and of grouped queries; None in a version without these.
+
+    The import takes a second, and so comes with the first use.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    options: dict[str, Any] = {"window_size": (-1, 0), "enable_gqa": True}
+    known = inspect.signature(varlen_attn).parameters
+    return partial(varlen_attn, **options) if options.keys() <= known.keys() else None

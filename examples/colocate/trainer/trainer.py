@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..grpo import importance_weights, policy_loss
@@ -97,7 +97,7 @@ class Trainer:
         precision = MixedPrecisionPolicy(config.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        # Also the root is sharded after a forward pass: without a backward pass, gathered weights would get stale.
+        # The root too is resharded after each forward pass: without a backward pass gathered weights would get stale.
         fully_shard(self.model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
         self.memory.place_params(self.model)
         parameters = dict(self.model.named_parameters())
@@ -170,6 +170,9 @@ class Trainer:
 
     def load(self, folder: Path) -> None:
         """Overwrite parameters and optimizer state, in place: their addresses stay. A collective."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a call that failed may have left parameters gathered
         with failing(CheckpointError, f"the trainer's state could not be read from {str(folder)!r}"):
             dcp.load(self.state(), storage_reader=FileSystemReader(folder))
 

@@ -114,9 +114,9 @@ def _region_of(storage: torch.UntypedStorage) -> regions.Region | None:
 def _sent(storage: torch.UntypedStorage, region: regions.Region) -> Handle:
     """The handle of the storage, equal for all of its sends."""
     address = _sender.address()
-    sent = _sender.sent.add(storage, region)
     if region.device != "cpu":  # receivers cannot wait for this process's work
         torch.cuda.current_stream(region.device).synchronize()
+    sent = _sender.sent.add(storage, region)
     uuid = _core.device_uuid(region.device)
     place = Place(address, os.getpid(), sent.token, uuid, region.tag, sent.residence, sent.address, sent.nbytes)
     return place.handle()

@@ -1,4 +1,4 @@
-"""Agreement of vLLM's ranks: each publishes its drop-in, and all compare before a sleep."""
+"""Agreement of vLLM's ranks: each publishes its drop-in, and all compare before the first sleep."""
 
 from __future__ import annotations
 
@@ -7,30 +7,38 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from memsaver import drop_in
 from memsaver.drop_in import DropInError
 from memsaver.errors import Error
 
-if TYPE_CHECKING:
-    from memsaver.guests.agreement import Agreement
-
 _PREFIX = "memsaver/drop_in/vllm"
 _ANSWER_S = 300.0  # seconds in which each rank has to end a sleep or wake-up after the last rank did
 _STORE_S = 60.0  # for the store to answer
-_ONCE = (1, 1)  # the question of the drop-in, which a rank answers again with the same value
+_last: _Store | None = None
 
 
-def _agreement(place: str, rank: int, size: int) -> Agreement:
-    """The part of a rank in questions of several, over the store of torch.distributed."""
+class _Store:
+    """The store of a process group, and the part of the agreement that it has."""
+
+    def __init__(self, store: Any) -> None:
+        from memsaver.guests.store import StoreLink
+
+        self.store, self.link = store, StoreLink(store, _PREFIX)
+        self.has_published = self.was_checked = False
+
+
+def _store() -> _Store:
+    """The store of torch.distributed, for calls within a bound. Another process group has another one."""
+    global _last
     import torch.distributed as dist
 
-    from memsaver.guests.agreement import Agreement
-
-    found = Agreement(dist.distributed_c10d._get_default_store(), f"{_PREFIX}/{place}", rank, size)
-    found.link.until = time.monotonic() + _STORE_S
-    return found
+    store = dist.distributed_c10d._get_default_store()
+    if _last is None or _last.store is not store:
+        _last = _Store(store)
+    _last.link.until = time.monotonic() + _STORE_S
+    return _last
 
 
 def _world() -> tuple[int, list[int]] | None:
@@ -45,30 +53,33 @@ def _world() -> tuple[int, list[int]] | None:
     return None if group is None or len(group.ranks) == 1 else (group.rank, list(group.ranks))
 
 
-def publish() -> list[tuple[int, Any]]:
-    """Write this rank's drop-in into the store. Returns all ranks with theirs so far, or nothing where it is alone."""
+def publish() -> None:
+    """Write this rank's drop-in into the store. A no-op where there is one rank."""
     world = _world()
-    if world is None:
-        return []
-    rank, ranks = world
-    agreement = _agreement("world", ranks.index(rank), len(ranks))
-    agreement.answer(_ONCE, _own())
-    return list(zip(ranks, (answer for _, answer in agreement.answers())))
+    if world is not None and not (store := _store()).has_published:
+        store.link.set(str(world[0]), _own())
+        store.has_published = True
 
 
 def check() -> None:
-    """Compare the drop-ins of all ranks.
+    """Compare the drop-ins of all ranks, at the first call for a process group.
 
     Raises:
         DropInError: A rank has none, or one of another version. It names the rank.
     """
-    ours = _own()
-    for rank, theirs in publish():
+    world = _world()
+    if world is None or (store := _store()).was_checked:
+        return
+    publish()
+    rank, ranks = world
+    for other in ranks:
         # Each rank publishes when it allocates its weights, long before the first sleep.
+        theirs, ours = store.link.get(str(other)), _own()
         if theirs is None:
-            raise DropInError(f"rank {rank} has no drop-in: set {drop_in.VARIABLE} in its environment too", rank=rank)
+            raise DropInError(f"rank {other} has no drop-in: set {drop_in.VARIABLE} in its environment too", rank=other)
         if theirs != ours:
-            raise DropInError(f"rank {rank} has the drop-in {theirs}, and this one has {ours}", rank=rank)
+            raise DropInError(f"rank {other} has the drop-in {theirs}, and rank {rank} has {ours}", rank=other)
+    store.was_checked = True
 
 
 @contextmanager
@@ -99,29 +110,23 @@ def settle(worker: Any, call: str, error: Exception | None, logger: logging.Logg
         if error is not None:
             raise error
         return
-    world = _world()
+    store, world = _store(), _world()
     first = world[0] - worker.rank if world is not None else 0  # ranks of the world group, as in other errors
     if error is None or isinstance(error, Error):  # naming() has added the rank
         text = "" if error is None else str(error)
     else:
         text = f"rank {first + worker.rank}, {call}: {type(error).__name__}: {error}"
     worker._memsaver_calls = number = getattr(worker, "_memsaver_calls", 0) + 1
-    agreement = _agreement(str(parallel.data_parallel_rank), worker.rank, parallel.world_size)
-    until = time.monotonic() + _ANSWER_S
-    try:
-        agreement.answer((number, 1), text)
-        if worker.rank != last:
-            if error is not None:
-                logger.error("memsaver: %s failed; rank %d raises the error", call, first + last, exc_info=error)
-            return
-        late = "rank {} has not ended its {} within {:.0f} s after the last rank"
-        found = agreement.wait((number, 1), until, lambda missing: missing if time.monotonic() >= until else None)
-        missing = [late.format(first + rank, call, _ANSWER_S) for rank in found.reason or ()]
-        others = [*missing, *filter(None, found.answers[:last])]
-    except Error as lost:
-        others = [f"the results of {call} on other ranks are unknown: {lost}"]
-    if others:
-        raise Error("; ".join([*others, *([text] if text else [])])) from error
+    keys = [f"{parallel.data_parallel_rank}/{number}/{rank}" for rank in range(last)]
+    if worker.rank != last:
+        store.link.set(keys[worker.rank], text)
+        if error is not None:
+            logger.error("memsaver: %s failed; rank %d raises the error", call, first + last, exc_info=error)
+        return
+    deadline = time.monotonic() + _ANSWER_S
+    answers = [_answer(store, key, first + rank, call, deadline) for rank, key in enumerate(keys)]
+    if any(answers):
+        raise Error("; ".join(each for each in (*answers, text) if each)) from error
     if error is not None:
         raise error
 
@@ -131,6 +136,22 @@ def _has_one_caller(backend: Any) -> bool:
     if isinstance(backend, type):
         return any(each.__name__ == "MultiprocExecutor" for each in backend.__mro__)
     return backend in ("mp", "ray")
+
+
+def _answer(store: _Store, key: str, rank: int, call: str, deadline: float) -> str:
+    """The text of a rank's error, or nothing."""
+    from memsaver.guests.store import sleep
+
+    since = time.monotonic()
+    try:
+        while (text := store.link.get(key)) is None:
+            if time.monotonic() >= deadline:
+                return f"rank {rank} has not ended its {call} within {_ANSWER_S:.0f} s after the last rank"
+            sleep(since)
+        store.link.call(lambda keys: keys.delete_key(key), deadline + _STORE_S)  # no rank reads it again
+        return text
+    except Error as error:
+        return f"the result of {call} on rank {rank} is unknown: {error}"
 
 
 def _own() -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .fused import pad, row_stride
 
 LOG2_E = 1.4426950408889634
-# Chosen by size, then measured on an H100 and an H200 (docs/log.md). For D = 128, 16 bits, Triton's compiler for sm_90
+# Chosen by size, then measured on an H100 (docs/log.md). For D = 128, 16 bits, Triton's compiler for sm_90
 # uses 96 registers and 37 KB of shared memory, nothing spilled.
 _PROGRAMS = 512  # four to each of an H200's 132 multiprocessors; five fit, so all run at once and none comes second
 _MAX_SPLITS = 64
