@@ -131,12 +131,13 @@ class Tagged(Resident):
 
 def import_saver(device: str) -> Any:
     """The object of torch_memory_saver. Raises ValueError if it cannot be used."""
+    needs = "--memory torch_memory_saver needs a GPU and the package torch_memory_saver"
     if not device.startswith("cuda"):
-        raise ValueError("--memory torch_memory_saver needs a GPU")
+        raise ValueError(needs)
     try:
         return importlib.import_module("torch_memory_saver").torch_memory_saver
     except ImportError as error:
-        raise ValueError(f"--memory torch_memory_saver needs the package torch_memory_saver: {error}") from error
+        raise ValueError(f"{needs}: {error}") from error
 
 
 REGIONS: dict[str, Any] = {
