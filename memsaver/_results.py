@@ -291,14 +291,13 @@ def _add_events(events: Iterable[tuple[Any, ...]]) -> None:
         _totals[f"{name}_bytes", *direction] += nbytes
 
 
-def add_copies(device: str, copies: Iterable[tuple[float, float, int]]) -> None:
-    """Adds copies of offered contents to the sums, and to the trace. Begins and ends are as ``time.monotonic()``."""
+def add_copies(device: str, began: float, until: float, nbytes: int) -> None:
+    """Adds copies of offered contents to the sums, and to the trace. Begin and end are as ``time.monotonic()``."""
     with _adding:
-        _add_events((device, "copies out", *each, ()) for each in copies)
+        _add_events([(device, "copies out", began, until, nbytes, ())])
     if (writer := trace.active) is not None:
-        for began, until, nbytes in copies:
-            track = f"{device} copies of offers"
-            writer.event("X", "copies", "copies out", began, {"bytes": nbytes}, track=track, until=until)
+        track = f"{device} copies of offers"
+        writer.event("X", "copies", "copies out", began, {"bytes": nbytes}, track=track, until=until)
 
 
 def totals() -> dict[tuple[str, ...], float]:

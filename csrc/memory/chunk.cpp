@@ -46,21 +46,21 @@ class RetainedPool::Request final : public ChunkRequest {
 
   Chunk next(std::size_t limit, std::size_t fresh, WaitFor wait) override {
     if (wait == WaitFor::memory) check_for_all();
-    const bool whole = fresh == 0;
+    if (fresh == 0) return pool_.make_whole(limit);
     // Idle chunks first, also small ones: creating memory beside idle memory would hold more than is needed.
-    if (Chunk idle = whole ? Chunk() : pool_.take_idle(limit)) {
+    if (Chunk idle = pool_.take_idle(limit)) {
       const std::size_t size = idle.size();
       return Chunk(pool_.driver_, std::move(idle).keep(), size, &pool_);
     }
-    std::size_t size = whole ? limit : chunk_class(std::min(limit, fresh));
+    std::size_t size = chunk_class(std::min(limit, fresh));
     for (;;) {
       try {
-        return Chunk(pool_.driver_, pool_.driver_.create(size, whole), size, whole ? nullptr : &pool_);
+        return Chunk(pool_.driver_, pool_.driver_.create(size), size, &pool_);
       } catch (const ChunkUnavailable&) {
         // The idle chunks are too large for this place: release them and try again. After that try smaller classes: the
         // last memory of a device is available in small chunks only.
         if (pool_.give_up(size) > 0) continue;
-        if (whole || size == kPage) throw;
+        if (size == kPage) throw;
         size = chunk_class(size - 1);
       }
     }
@@ -111,6 +111,16 @@ Chunk RetainedPool::take_idle(std::size_t limit) {
     return chunk;
   }
   return Chunk();
+}
+
+Chunk RetainedPool::make_whole(std::size_t size) {
+  for (;;) {
+    try {
+      return Chunk(driver_, driver_.create(size, true), size, nullptr);
+    } catch (const ChunkUnavailable&) {
+      if (give_up(size) == 0) throw;
+    }
+  }
 }
 
 std::size_t RetainedPool::give_up(std::size_t bytes) {

@@ -165,6 +165,7 @@ class RetainedPool final : public ChunkSource {
  private:
   class Request;
   Chunk take_idle(std::size_t limit);
+  Chunk make_whole(std::size_t size);
 
   Driver& driver_;
   RetainBudget& budget_;

@@ -42,7 +42,7 @@ def _serve() -> None:
 
 def _note_copies(text: str) -> None:
     device, began, ended, nbytes = text.split()
-    add_copies(device, [(int(began) / 1e9, int(ended) / 1e9, int(nbytes))])
+    add_copies(device, int(began) / 1e9, int(ended) / 1e9, int(nbytes))
 
 
 def _report(device: str) -> None:

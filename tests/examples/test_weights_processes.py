@@ -82,9 +82,9 @@ class TrainerSide:
     def train(self) -> None:
         self.trainer.warm_up([each for each in samples() if each.length < 16], 1e-2)
 
-    def write(self, tokens: list[str], gather: bool) -> None:
+    def write(self, tokens: list[str], gather: bool) -> int:
         shared = [pickle.loads(base64.b64decode(each)) for each in tokens]
-        self.trainer.weights.write([EngineWeights(pickle.loads(one), layout) for one, layout in shared], gather)
+        return self.trainer.weights.write([EngineWeights(pickle.loads(one), layout) for one, layout in shared], gather)
 
     def save(self, path: str) -> None:
         whole = weights(self.trainer)
@@ -120,9 +120,10 @@ def test_one_and_two_ranks_write_the_weights_of_their_checkpoint(broker: Running
             both(ranks, "side.train()")
             tokens = [engine.run("print(*side.tokens())").split() for engine in engines]
             if gather:  # each rank reaches the engines of its own process alone
-                both(ranks, *(f"side.write({mine!r}, True)" for mine in tokens))
+                both(ranks, *(f"print(side.write({mine!r}, True))" for mine in tokens))
             else:
-                both(ranks, f"side.write({tokens[0] + tokens[1]!r}, False)")
+                one, other = map(int, both(ranks, f"print(side.write({tokens[0] + tokens[1]!r}, False))"))
+                assert one > other > 0  # the first has the odd rows
             both(ranks, f"side.save({path!r})")
             check(engines, path)
         alone, path = stack.enter_context(Worker(broker, HERE)), f"{tmp_path}/alone.pt"
