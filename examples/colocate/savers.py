@@ -133,7 +133,7 @@ def import_saver(device: str) -> Any:
     """The object of torch_memory_saver. Raises ValueError if it cannot be used."""
     needs = "--memory torch_memory_saver needs a GPU and the package torch_memory_saver"
     if not device.startswith("cuda"):
-        raise ValueError(needs)
+        raise ValueError(f"{needs}; the device is {device!r}")
     try:
         return importlib.import_module("torch_memory_saver").torch_memory_saver
     except ImportError as error:

@@ -18,6 +18,7 @@ from .engine.sequence import Sequence
 from .model import ModelConfig, WeightPart, checksums, parameter_shapes, weight_layout
 
 _BLOCK = 16  # tokens of a KV block
+_FUSED = {**dict.fromkeys("qkv", "qkv_proj"), "gate": "gate_up_proj", "up": "gate_up_proj"}
 _METRICS = {"vllm:prefix_cache_hits": "prefix_hit_tokens", "vllm:num_preemptions": "preemptions"}
 
 
@@ -145,16 +146,19 @@ def _places(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[di
     those of quantized models.
     """
     own = {name: parameter.data for name, parameter in model.named_parameters()}
+    places = {name: re.sub(r"\b([qkv]|gate|up)_proj", lambda part: _FUSED[part[1]], name) for name in shapes}
+    if differing := sorted(own.keys() ^ set(places.values())):
+        raise ValueError(f"vLLM's parameters differ in {differing[0]!r}; expected those of a dense model in bf16")
     used = Counter[str]()
     found = {}
-    for name, (rows, *_) in shapes.items():
-        place = re.sub(r"\b[qkv]_proj", "qkv_proj", re.sub(r"\b(gate|up)_proj", "gate_up_proj", name))
+    for name, place in places.items():
+        rows = shapes[name][0]
         found[name] = own[place][used[place] : used[place] + rows]
         used[place] += rows
-    padding = {place: own[place][rows:] for place, rows in used.items() if rows < len(own[place])}
-    for name in sorted(own.keys() ^ used.keys()) + [place for place in padding if "layers" in place]:
-        raise ValueError(f"vLLM's parameters differ in {name!r}; expected those of a dense model in bf16")
-    return found, list(padding.values())
+    padded = [place for place, rows in used.items() if rows < len(own[place])]
+    if layers := [place for place in padded if "layers" in place]:
+        raise ValueError(f"vLLM's {layers[0]!r} has {len(own[layers[0]])} rows; expected {used[layers[0]]}")
+    return found, [own[place][used[place] :] for place in padded]
 
 
 def _take(request: Sequence, output: Any) -> None:

@@ -65,10 +65,11 @@ def _weights_of_the_step_before(dtype: str, rate: str) -> Fault:
         f"weights_of_the_step_before_{dtype}_{rate}",
         "engines get the parameters that the trainer had a step before",
         "examples/colocate/trainer/weights.py",
-        "            rows = own_rows(parameter)",
-        "            values, first = own_rows(parameter)\n"
-        "            now = {**getattr(self, '_now', {}), name: (values.clone(), first)}\n"
-        "            rows, self._now = getattr(self, '_now', now).get(name, now[name]), now",
+        "            return sum(_copy(self._rows, engine) for engine in engines)",
+        "            now = {name: (rows.clone(), first) for name, (rows, first) in self._rows.items()}\n"
+        "            written = sum(_copy(getattr(self, '_last', now), engine) for engine in engines)\n"
+        "            self._last = now\n"
+        "            return written",
         check="weights are the trainer's",
         arguments=("--engine-dtype", dtype, "--rate", rate),
     )
@@ -80,8 +81,7 @@ FAULTS = [
         "engines get the weights after the warm-up, and no others",
         "examples/colocate/loop.py",
         "        self.trainer.weights.write(here, gather)",
-        "        if not getattr(self, 'wrote', False):\n"
-        "            self.wrote = not self.trainer.weights.write(here, gather)",
+        "        if not getattr(self, 'wrote', 0):\n            self.wrote = self.trainer.weights.write(here, gather)",
         check="weights are the trainer's",
     ),
     _weights_of_the_step_before("float32", "1e-3"),

@@ -52,3 +52,10 @@ def test_a_checkpoint_without_trainer_state_is_not_committed(tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="partial-00000010' has no state of a trainer; expected a folder"):
         checkpoints.commit(state(10))
     assert checkpoints.newest()[1]["step"] == 5
+
+
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    (write(checkpoints, 5) / "loop.json").write_text("{")
+    with pytest.raises(CheckpointError, match="step-00000005' cannot be read; expected the file of a run"):
+        checkpoints.newest()

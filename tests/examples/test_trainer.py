@@ -322,6 +322,8 @@ def test_loading_a_folder_that_is_no_checkpoint_raises(trainer: Trainer, tmp_pat
 def test_a_sample_that_is_too_long_is_refused(trainer: Trainer) -> None:
     with pytest.raises(ValueError, match="a sample has 33 tokens; expected at most 32"):
         trainer.deal([Sample([1] * 30, [2] * 4)])
+    with pytest.raises(ValueError, match="there are no samples; expected one or more"):
+        trainer.warm_up([], 1e-3)
 
 
 def saved(config: ModelConfig, folder: Path, rope: dict[str, Any] | None = None, **saving: Any) -> Any:

@@ -66,7 +66,8 @@ def test_every_tensor_is_that_of_a_checkpoint_load(model: ModelConfig, size: int
             each.load_weights(full.items())
         for gather in (False, True):
             engines = [decoders(typed, size), decoders(typed, size)]
-            writer.write([rank for engine in engines for rank in shared(engine)], gather)
+            written = writer.write([rank for engine in engines for rank in shared(engine)], gather)
+            assert written == 2 * sum(tensor.nbytes for each in expected for tensor in each.parameters.values())
             for engine in engines:
                 for mine, other in zip(engine, expected):
                     assert bits(mine.weights) == bits(other.weights)  # fused, as the forward pass uses them
@@ -74,18 +75,19 @@ def test_every_tensor_is_that_of_a_checkpoint_load(model: ModelConfig, size: int
             assert writer.checksums(each.layout) == checksums(each.parameters)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, size: int) -> None:
+@pytest.mark.parametrize(("size", "calls"), [(1, 1), (2, 4)])
+def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, size: int, calls: int) -> None:
     engines = shared(decoders(replace(MODEL, dtype=torch.bfloat16), size))
     writer = WeightWriter(trainer.model, torch.bfloat16)
     known = {tensor.untyped_storage().data_ptr() for engine in engines for tensor in engine.tensors.values()}
 
     class Made(TorchDispatchMode):
-        numel = 0
+        calls, numel = 0, 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             inputs = {each.untyped_storage().data_ptr() for each in tree_leaves(args) if torch.is_tensor(each)}
             out = func(*args, **(kwargs or {}))
+            self.calls += "copy" in func.__name__
             for each in tree_leaves(out):
                 if torch.is_tensor(each) and each.untyped_storage().data_ptr() not in inputs | known:
                     self.numel += each.numel()
@@ -93,7 +95,7 @@ def test_writing_weights_allocates_no_staging_memory(trainer: Trainer, size: int
 
     with Made() as made:
         writer.write(engines)
-    assert made.numel == 0
+    assert (made.calls, made.numel) == (calls, 0)  # one grouped copy for all, and one for slices of columns
 
 
 def test_gathered_weights_are_cast_before_they_are_sent(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,3 +143,12 @@ def test_each_weight_has_its_rows_in_the_fused_parameters_of_vllm(model: ModelCo
     assert all(torch.equal(found[name], each) for name, each in expected.items())
     assert [(each.shape[0], bool((each == -1).all())) for each in padding] == [(3, True)]
     assert found["model.norm.weight"].data_ptr() == parameters["model.norm.weight"].data_ptr()
+    for name, text in (("model.norm.weight", "expected those of a dense model"), ("model.layers.0", "rows; expected")):
+        other = dict(parameters)
+        if name in other:
+            del other[name]
+        else:
+            name = next(each for each in other if each.startswith(name))
+            other[name] = torch.nn.Parameter(torch.cat((other[name], other[name])))
+        with pytest.raises(ValueError, match=f"{name}.*{text}"):
+            _places(SimpleNamespace(named_parameters=other.items), shapes)  # type: ignore[arg-type]

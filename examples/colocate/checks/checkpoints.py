@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..model.folder import failing
 from ..trainer import CheckpointError
 from ..trainer.trainer import METADATA
 
@@ -33,8 +34,9 @@ class Checkpoints:
         """
         if resume:
             path, state = self.newest()
-            for name, expected in settings.items():
-                if (found := state["settings"].get(name)) != expected:
+            for name in (*settings, *state["settings"]):
+                found, expected = (each.get(name, "not there") for each in (state["settings"], settings))
+                if found != expected:
                     raise CheckpointError(f"{path}: {name} is {found!r}; expected {expected!r}, as in this run")
         elif self.latest() is not None:
             raise CheckpointError(f"there is {str(self.latest())!r} already; expected a folder without, or --resume")
@@ -71,11 +73,12 @@ class Checkpoints:
         return next(reversed(self._complete()), None)
 
     def newest(self) -> tuple[Path, dict[str, Any]]:
-        """And its `loop.json`. Raises CheckpointError if there is none."""
+        """And its `loop.json`. Raises CheckpointError if there is none, or an unreadable one."""
         path = self.latest()
         if path is None:
             raise CheckpointError(f"{str(self.folder)!r} has no complete checkpoint; expected a folder step-NNNNNNNN")
-        return path, json.loads((path / _STATE).read_text())
+        with failing(CheckpointError, f"{str(path)!r} cannot be read; expected the file of a run"):
+            return path, json.loads((path / _STATE).read_text())
 
     def _complete(self) -> list[Path]:
         return sorted(self.folder.glob("step-*"))

@@ -87,6 +87,8 @@ class RankBatch:
         cls, samples: Sequence[Sample], rank: int, ranks: int, max_tokens: int, device: torch.device | str = "cpu"
     ) -> RankBatch:
         """Rows of at most `max_tokens` tokens, or of one longer sequence. All ranks call it with the same samples."""
+        if not samples:
+            raise ValueError("there are no samples; expected one or more")
         # Sequences of like lengths share a row: where attention pads them, it pads little.
         ordered = sorted(samples, key=lambda sample: sample.length, reverse=True)
         rows = [_rows(ordered[each::ranks], max_tokens) for each in range(ranks)]

@@ -28,10 +28,11 @@ class TokenStatistics:
     ) -> TokenStatistics:
         """`cap`: that of the weights exp(policy - sampler)."""
         gaps_N = (policy_N - sampler_N).double()
-        largest = gaps_N.abs().max() if len(gaps_N) else 0.0
+        largest = gaps_N.abs().max() if len(gaps_N) else gaps_N.new_zeros(())
         surprise, capped = -policy_N.double() - entropy_N.double(), gaps_N > math.log(cap)
         sums = (each.double().sum() for each in (capped, entropy_N, surprise, variance_N))
-        return cls(len(gaps_N), float(gaps_N.abs().sum()), float(largest), *map(float, sums))
+        found = torch.stack([gaps_N.abs().sum(), largest, *sums])
+        return cls(len(gaps_N), *found.tolist())  # one copy to the host
 
     @classmethod
     def joined(cls, parts: Iterable[TokenStatistics]) -> TokenStatistics:

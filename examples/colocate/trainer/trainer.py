@@ -97,8 +97,7 @@ class Trainer:
         precision = MixedPrecisionPolicy(config.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for layer in self.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        # The root too is resharded after each forward pass: without a backward pass gathered weights would get stale.
-        fully_shard(self.model, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision)
         self.memory.place_params(self.model)
         parameters = dict(self.model.named_parameters())
         if folder is not None:
@@ -140,6 +139,7 @@ class Trainer:
                 weights_N = importance_weights(policy_N, each.behaviour_N, cap)
                 parts.append(TokenStatistics.of(policy_N, each.behaviour_N, entropy_N, variance_N, cap))
                 found.append(replace(each, behaviour_N=policy_N, weights_N=weights_N))
+        self._reshard()  # without a backward pass the root would stay gathered, and get stale
         return replace(dealt, micro_batches=found), TokenStatistics.joined(parts)
 
     def train_step(self, batch: RankBatch, learning_rate: float) -> StepMetrics:
@@ -170,9 +170,7 @@ class Trainer:
 
     def load(self, folder: Path) -> None:
         """Overwrite parameters and optimizer state, in place: their addresses stay. A collective."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # a call that failed may have left parameters gathered
+        self._reshard()  # parameters that a failed call left gathered would be stale
         with failing(CheckpointError, f"the trainer's state could not be read from {str(folder)!r}"):
             dcp.load(self.state(), storage_reader=FileSystemReader(folder))
 
@@ -190,6 +188,12 @@ class Trainer:
     def checksums(self, moments: bool = True) -> dict[str, int]:
         """By name, of this rank's shards of parameters and moments, and of the step counters."""
         return checksums({name: local(tensor) for name, tensor in self.state(moments).items()})
+
+    def _reshard(self) -> None:
+        """Free gathered parameters."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _forward(self, batch: MicroBatch, temperature: float, with_statistics: bool = False) -> Tensor:
         """Log-probabilities of a micro-batch, and statistics: see `token_logprobs`."""
