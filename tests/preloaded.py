@@ -1,4 +1,6 @@
-"""What the server of processes loads last. A collection in a child would copy the pages of all of torch's objects."""
+"""The last module that the server of test processes imports: it loads torch, and excludes torch's objects from garbage
+collections. A collection in a forked process would copy the pages of these objects.
+"""
 
 import gc
 
