@@ -19,8 +19,10 @@ class Late:
         write(1, b"end")
 
 class Cycle:  # before Python 3.12 the collector runs within a binding that makes containers
-    def __del__(self, sleep=time.sleep):
-        sleep(0.001)  # other threads run
+    # Not in the main thread: meanwhile the other thread would make more cycles than it collects.
+    def __del__(self, sleep=time.sleep, thread=threading.get_ident, main=threading.get_ident()):
+        if thread() != main:
+            sleep(0.001)  # other threads run
 
 def stats(region):
     memsaver.stats()
