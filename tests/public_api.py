@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,8 +89,10 @@ def _returns(function: Callable[..., Any]) -> Any:
     return typing.get_type_hints(function, globalns=names)["return"]
 
 
-def _members(name: str, owner: type) -> Iterator[Name]:
-    for member, value in vars(owner).items():
+def _members(name: str, owner: type, public: Collection[Any]) -> Iterator[Name]:
+    """Those of bases of memsaver that have no public name are among them."""
+    bases = [each for each in owner.__mro__ if each.__module__.startswith("memsaver.") and each not in public]
+    for member, value in [pair for each in (owner, *bases) for pair in vars(each).items()]:
         if not member.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
             yield Name(f"{name}.{member}", value, owner)
 
@@ -107,4 +109,5 @@ def public_names() -> list[Name]:
     found += [Name(f"memsaver.ray.{name}", getattr(memsaver.ray, name)) for name in _RAY]
     found += [Name(f"memsaver.distributed.{name}", getattr(memsaver.distributed, name)) for name in _DISTRIBUTED]
     found += [Name(f"memsaver.metrics.{name}", getattr(memsaver.metrics, name)) for name in _METRICS]
-    return [*found, *(member for each in found if each.is_class for member in _members(each.name, each.value))]
+    public = [each.value for each in found]
+    return [*found, *(member for each in found if each.is_class for member in _members(each.name, each.value, public))]

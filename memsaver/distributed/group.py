@@ -15,17 +15,18 @@ from memsaver.distributed.processes import Processes
 from memsaver.errors import Error
 from memsaver.guests.agreement import Agreement
 from memsaver.guests.store import StoreError, StoreLink
-from memsaver.policies import READERS_S, TurnBackup, TurnLazy, TurnRestore, seconds
-from memsaver.turns.plan import Phases, Plan
+from memsaver.policies import TurnBackup, TurnLazy, TurnRestore, seconds
+from memsaver.turns.group import BaseGroup
+from memsaver.turns.plan import Phases, Plan, TurnOptions
 from memsaver.turns.ranks import check_member
 from memsaver.turns.reports import Responder
-from memsaver.turns.turn import Turn, Turns
+from memsaver.turns.turn import Turn
 
 _STORE_S = 60.0  # for the store to answer at the start
 _CLOSE_S = 2.0  # bound of the wait for a heartbeat under way
 
 
-class Group:
+class Group(BaseGroup):
     """The ranks of all roles in the processes of a torch.distributed job, and the phases that they enter together.
 
     Every process makes the group, with its own members, and every process calls ``enter()``. The processes agree
@@ -81,7 +82,7 @@ class Group:
         **roles: Any,
     ) -> None:
         members = {role: _members_of(role, given) for role, given in roles.items()}
-        self._plan = Plan(phases, None, backup, restore, lazy)
+        plan = Plan(phases, None, backup, restore, lazy)
         silence = seconds(heartbeat_timeout, "heartbeat_timeout")
         store, process, count = _joined(store, rank, world_size)
         until = time.monotonic() + _STORE_S
@@ -92,19 +93,14 @@ class Group:
         agreement.link.until = until
         agreement.link.set(f"hello/{process}", hello())
         watch = Watch(agreement.link, silence)
-        self._processes = processes = Processes(agreement, process, count, self._plan, members, watch)
-        self._turns = Turns(self._plan, processes)
+        self._processes = processes = Processes(agreement, process, count, plan, members, watch)
+        super().__init__(plan, processes)
         self._store = store  # it may serve the other processes
         own = StoreLink(store, prefix, direct=True)  # of a thread
         look = Responder(own, str(process), lambda: processes.doing).look
         self._heart, stop = start_heart(own, process, look)
         self._stop = weakref.finalize(self, stop.set)
         self._broken: str | None = None  # why no further turn can be entered: the store is lost
-
-    @property
-    def entered(self) -> str | None:
-        """The phase of all ranks. None before the first phase, and after a turn that failed."""
-        return self._turns.entered
 
     def close(self) -> None:
         """Ends the heartbeats of this process. Afterwards ``enter()`` raises memsaver.Error.
@@ -119,62 +115,13 @@ class Group:
         self._stop()
         self._heart.join(_CLOSE_S)
 
-    def enter(
-        self,
-        name: str,
-        *,
-        backup: TurnBackup = None,
-        lazy: TurnLazy = None,
-        restore: TurnRestore = None,
-        timeout: float | None = None,
-        memory_timeout: float | None = None,
-        reader_timeout: float = READERS_S,
-    ) -> Turn:
-        """Enters a phase: of all tags in any phase, exactly the tags of this phase are resident.
-
-        All processes call this method with the same arguments. The turn and its two halves are those of
-        ``memsaver.ray.Group.enter()``. The call returns, or raises, in all processes when the turn has ended. If the
-        body of its with statement raises in one process, contents that resumed with ``restore=False`` count as not
-        written in all of them.
-
-        Args:
-            name: The phase.
-            backup: As for ``memsaver.ray.Group.enter()``.
-            lazy: As for ``memsaver.ray.Group.enter()``.
-            restore: As for ``memsaver.ray.Group.enter()``.
-            timeout: As there. It also bounds the wait for processes that have not called ``enter()``.
-            memory_timeout: As for ``memsaver.ray.Group.enter()``.
-            reader_timeout: As for ``memsaver.ray.Group.enter()``.
-
-        Returns:
-            The turn, with the transitions of all ranks.
-
-        Raises:
-            TypeError: An argument has a wrong type.
-            ValueError: The phase does not exist, or an argument names unknown roles, tags or policies.
-            memsaver.Error: As from ``memsaver.ray.Group.enter()``, or processes called with different arguments. If no
-                single member is the reason, ``role`` is None and ``rank`` is that of the process. The cause of a
-                process that has ended is a ``LostRankError``. If the store is lost, no phase can be entered any more. A
-                rank that has not learned that all ranks prepared takes its preparation back.
-
-        Examples:
-            >>> weights = memsaver.region("weights", device="cpu", backup="host")
-            >>> group = memsaver.distributed.Group(
-            ...     phases={"rollout": {"worker": ["weights"]}, "train": {"worker": []}},
-            ...     worker=memsaver.distributed.Colocated(),
-            ...     store=torch.distributed.HashStore(), rank=0, world_size=1,
-            ... )
-            >>> group.enter("train", timeout=30).paused["worker"][0].paused
-            ('weights',)
-            >>> group.close()
-        """
-        options = self._plan.options(name, backup, restore, lazy, timeout, memory_timeout, reader_timeout)
+    def _enter(self, name: str, options: TurnOptions) -> Turn:
         if not self._stop.alive:
             raise Error("this group is closed, expected a new one")
         if self._broken is not None:
             raise Error(f"this group can enter no phase any more: {self._broken}")
         try:
-            turn = self._turns.enter(name, options)
+            turn = super()._enter(name, options)
         except StoreError as error:
             self._broken = str(error)
             text = f"phase {name!r} could not be entered: {error}"
