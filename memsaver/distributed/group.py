@@ -115,17 +115,17 @@ class Group(BaseGroup):
         self._stop()
         self._heart.join(_CLOSE_S)
 
-    def _enter(self, name: str, options: TurnOptions) -> Turn:
+    def _enter(self, phase: str, options: TurnOptions) -> Turn:
         if not self._stop.alive:
             raise Error("this group is closed, expected a new one")
         if self._broken is not None:
             raise Error(f"this group can enter no phase any more: {self._broken}")
         try:
-            turn = super()._enter(name, options)
+            turn = super()._enter(phase, options)
         except StoreError as error:
             self._broken = str(error)
-            text = f"phase {name!r} could not be entered: {error}"
-            raise Error(text, phase=name, role=None, rank=None) from error
+            text = f"phase {phase!r} could not be entered: {error}"
+            raise Error(text, phase=phase, role=None, rank=None) from error
         except Error:
             if self._processes.interrupt is not None:
                 raise self._processes.interrupt from None

@@ -93,13 +93,13 @@ class Group(BaseGroup):
             >>> group.replace("engine", 0, Engine())
         """
         self._caller.replace(MemberRank(role, rank, actor))
-        self._turns.entered = None
+        self._entered = None
 
-    def _enter(self, name: str, options: TurnOptions) -> Turn:
+    def _enter(self, phase: str, options: TurnOptions) -> Turn:
         if options.completes_until is not None:  # the actors look a little longer than the turn waits
             seconds = options.completes_until - time.monotonic() + _LOOK_LONGER_S
             self._reports.watch(self._caller.ranks, seconds)
-        return super()._enter(name, options)
+        return super()._enter(phase, options)
 
 
 def _of_role(role: str, given: Any) -> list[MemberRank]:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+from functools import partial
+
+from memsaver import trace
 from memsaver.policies import READERS_S, TurnBackup, TurnLazy, TurnRestore
 from memsaver.turns.plan import Plan, TurnOptions
-from memsaver.turns.ranks import Crew
-from memsaver.turns.turn import Turn, Turns
+from memsaver.turns.ranks import Crew, Rank
+from memsaver.turns.turn import RunningTurn, Turn
+
+_groups = itertools.count(1)
 
 
 class BaseGroup:
-    """The phases of a group, and the turns into them."""
+    """The phases of a group, and the turns into them, one after the other. One caller at a time."""
 
     def __init__(self, plan: Plan, crew: Crew) -> None:
-        self._plan, self._turns = plan, Turns(plan, crew)
+        self._plan, self._crew = plan, crew
+        self._unwritten: dict[Rank, set[str]] = {}  # tags that resumed to be overwritten in a phase that failed
+        self._writers: dict[tuple[Rank, str], int] = {}  # by tag, the last turn that was to overwrite its contents
+        self._number = 0  # of the last turn
+        self._track = f"group {next(_groups)}"  # in the trace
+        self._entered: str | None = None
 
     @property
     def entered(self) -> str | None:
         """The phase of all ranks. None before the first phase, and after a turn that failed."""
-        return self._turns.entered
+        return self._entered
 
     def enter(
         self,
@@ -86,5 +98,47 @@ class BaseGroup:
         options = self._plan.options(name, backup, restore, lazy, timeout, memory_timeout, reader_timeout)
         return self._enter(name, options)
 
-    def _enter(self, name: str, options: TurnOptions) -> Turn:
-        return self._turns.enter(name, options)
+    def _enter(self, phase: str, options: TurnOptions) -> Turn:
+        began = time.monotonic()
+        if (writer := trace.active) is not None and self._entered is not None:
+            writer.event("E", "phase", self._entered, began, track=self._track)
+        self._entered = None
+        self._number += 1
+        try:
+            unwritten, died = self._crew.begin(self._number, phase, options, self._unwritten)
+            # The contents of a rank that died are lost, and a restart writes new ones.
+            self._unwritten = {rank: set(tags) for rank, tags in unwritten.items() if rank not in died}
+            turn = RunningTurn(self._plan, self._crew, self._unwritten, phase, options).run()
+        except BaseException as error:
+            self._trace(phase, began, repr(error))
+            raise
+        self._trace(phase, began)
+        writers = dict(self._writers)
+        after = {rank: set(tags) for rank, tags in self._unwritten.items()}
+        for rank in self._crew.ranks:
+            overwritten = set(turn.unrestored.get(rank.role, ()))
+            after.get(rank, set()).difference_update(overwritten)
+            for tag in self._plan.part(phase, rank.role).resumes:
+                if tag in overwritten:
+                    writers[rank, tag] = self._number
+                else:  # a phase that uses the contents: the turn that was to write them has done so
+                    writers.pop((rank, tag), None)
+        # No field of the dataclass, which is frozen: copies by asdict() and replace() do not refer to the group.
+        turn.__dict__["_on_error"] = partial(self._mark_unwritten, self._number)
+        # At once: after an interrupt before it, the contents that the phase was to write count as not written.
+        self._writers, self._unwritten, self._entered = writers, after, phase
+        return turn
+
+    def _trace(self, phase: str, began: float, error: str | None = None) -> None:
+        if (writer := trace.active) is not None:
+            until = time.monotonic()
+            args = {"error": error}
+            writer.event("X", "turn", f"turn to {phase}", began, args, track=self._track, until=until)
+            if error is None:
+                writer.event("B", "phase", phase, until, track=self._track)
+
+    def _mark_unwritten(self, number: int) -> None:
+        """The body of a turn has failed before a later phase used the contents that it was to write."""
+        for (rank, tag), writer in self._writers.items():
+            if writer == number:
+                self._unwritten.setdefault(rank, set()).add(tag)

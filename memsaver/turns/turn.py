@@ -1,22 +1,18 @@
-"""Turns of a group, one after the other, each in two halves: all ranks prepare, then all ranks commit."""
+"""A turn of a group, in two halves: all ranks prepare, then all ranks commit."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from memsaver import trace
 from memsaver.errors import BackupError, Error, RegionPausedError
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
 from memsaver.turns.plan import Plan, TurnOptions
 from memsaver.turns.ranks import Answers, Call, Calls, Crew, Rank
 
-_groups = itertools.count(1)
 _UNDO_S = 10.0  # bound of the calls that take preparations back
 Failure = tuple[Rank, Exception, str]  # and the verb of its call
 
@@ -78,10 +74,12 @@ class Turn:
 class RunningTurn:
     """A turn under way. In a torch.distributed job each process runs it, with the same answers: it asks no clock."""
 
-    def __init__(self, turns: Turns, phase: str, options: TurnOptions) -> None:
-        self._crew, self._unwritten = turns.crew, turns.unwritten
+    def __init__(
+        self, plan: Plan, crew: Crew, unwritten: dict[Rank, set[str]], phase: str, options: TurnOptions
+    ) -> None:
+        self._crew, self._unwritten = crew, unwritten
         self._phase, self._options = phase, options
-        self._parts = {rank: turns.plan.part(phase, rank.role) for rank in self._crew.ranks}
+        self._parts = {rank: plan.part(phase, rank.role) for rank in crew.ranks}
         self._pausing = [rank for rank, part in self._parts.items() if part.leaving]
         self._resuming = [rank for rank, part in self._parts.items() if part.resident]
         self._prepared: list[Rank] = []  # ranks that may have a prepared pause
@@ -170,7 +168,7 @@ class RunningTurn:
         )
 
     def _to_resume(self, handover: bool) -> Calls:
-        """The calls that resume. Contents with ``restore=False`` count as not written until ``Turns.enter()`` ends."""
+        """The calls that resume. Contents with ``restore=False`` count as not written until the turn has ended."""
         calls: dict[Rank, Call] = {}
         for rank, part in self._parts.items():
             if unrestored := self._unrestored(rank):
@@ -246,65 +244,6 @@ class RunningTurn:
             rank=failed.index,
             report=report.path,
         ) from cause
-
-
-class Turns:
-    """Runs the turns of all ranks. One caller at a time."""
-
-    def __init__(self, plan: Plan, crew: Crew) -> None:
-        self.plan, self.crew = plan, crew
-        self.unwritten: dict[Rank, set[str]] = {}  # tags that resumed to be overwritten in a phase that failed
-        self._writers: dict[tuple[Rank, str], int] = {}  # by tag, the last turn that was to overwrite its contents
-        self._number = 0  # of the last turn
-        self._track = f"group {next(_groups)}"  # in the trace
-        self.entered: str | None = None
-        """The phase of all ranks. None before the first phase, and after a turn that failed."""
-
-    def enter(self, phase: str, options: TurnOptions) -> Turn:
-        """Runs a turn."""
-        began = time.monotonic()
-        if (writer := trace.active) is not None and self.entered is not None:
-            writer.event("E", "phase", self.entered, began, track=self._track)
-        self.entered = None
-        self._number += 1
-        try:
-            unwritten, died = self.crew.begin(self._number, phase, options, self.unwritten)
-            # The contents of a rank that died are lost, and a restart writes new ones.
-            self.unwritten = {rank: set(tags) for rank, tags in unwritten.items() if rank not in died}
-            turn = RunningTurn(self, phase, options).run()
-        except BaseException as error:
-            self._trace(phase, began, repr(error))
-            raise
-        self._trace(phase, began)
-        writers = dict(self._writers)
-        after = {rank: set(tags) for rank, tags in self.unwritten.items()}
-        for rank in self.crew.ranks:
-            overwritten = set(turn.unrestored.get(rank.role, ()))
-            after.get(rank, set()).difference_update(overwritten)
-            for tag in self.plan.part(phase, rank.role).resumes:
-                if tag in overwritten:
-                    writers[rank, tag] = self._number
-                else:  # a phase that uses the contents: the turn that was to write them has done so
-                    writers.pop((rank, tag), None)
-        # No field of the dataclass, which is frozen: copies by asdict() and replace() do not refer to the group.
-        turn.__dict__["_on_error"] = partial(self._mark_unwritten, self._number)
-        # At once: after an interrupt before it, the contents that the phase was to write count as not written.
-        self._writers, self.unwritten, self.entered = writers, after, phase
-        return turn
-
-    def _trace(self, phase: str, began: float, error: str | None = None) -> None:
-        if (writer := trace.active) is not None:
-            until = time.monotonic()
-            args = {"error": error}
-            writer.event("X", "turn", f"turn to {phase}", began, args, track=self._track, until=until)
-            if error is None:
-                writer.event("B", "phase", phase, until, track=self._track)
-
-    def _mark_unwritten(self, number: int) -> None:
-        """The body of a turn has failed before a later phase used the contents that it was to write."""
-        for (rank, tag), writer in self._writers.items():
-            if writer == number:
-                self.unwritten.setdefault(rank, set()).add(tag)
 
 
 def _without_contents(tags: Sequence[str], why: str) -> BackupError:

@@ -197,8 +197,8 @@ def test_the_process_ends_while_a_member_hangs() -> None:
     out = run_clean("""
         import time, memsaver, memsaver.turns.members
         from memsaver.ray.ranks import Caller, MemberRank
+        from memsaver.turns.group import BaseGroup
         from memsaver.turns.plan import Plan
-        from memsaver.turns.turn import Turns
 
         class Hanging(memsaver.turns.members.Colocated):
             def colocated_drain(self, tags):
@@ -207,9 +207,9 @@ def test_the_process_ends_while_a_member_hangs() -> None:
         memsaver.region("a", device="cpu")
 
         plan = Plan({"on": {"engine": ["a"]}, "off": {}}, ["engine"])
-        turns = Turns(plan, Caller([MemberRank("engine", 0, Hanging())]))
+        group = BaseGroup(plan, Caller([MemberRank("engine", 0, Hanging())]))
         try:
-            turns.enter("off", plan.options("off", timeout=0.1))
+            group.enter("off", timeout=0.1)
         except memsaver.Error as error:
             print("has not answered" in str(error))
     """)

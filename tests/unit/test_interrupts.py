@@ -20,9 +20,9 @@ import pytest
 import memsaver
 from memsaver import _guests, _moves, _results
 from memsaver._adapter import adapter
+from memsaver.turns.group import BaseGroup
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
-from memsaver.turns.turn import Turns
 from tests.support import MIB, Block, Visitor, check, until
 
 FOLDER = os.path.dirname(memsaver.__file__)
@@ -165,11 +165,11 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
     )
     ranks = pytest.importorskip("memsaver.ray.ranks", reason="needs ray", exc_type=ModuleNotFoundError)
     caller = ranks.Caller([ranks.MemberRank(role, 0, Colocated()) for role in ("engine", "trainer")])
-    turns = Turns(plan, caller)
+    group = BaseGroup(plan, caller)
 
     def enter(name: str) -> None:
         until(lambda: all(call.done() for call in caller.late))
-        turns.enter(name, plan.options(name, timeout=BOUND_S))
+        group.enter(name, timeout=BOUND_S)
 
     n, kept = 0, []
     while True:
@@ -177,7 +177,7 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
         enter("train")  # discards the weights, which "sync" is to write
         interrupts = Interrupts(n)
         try:
-            interrupts.during(lambda: turns.enter("sync", plan.options("sync", timeout=BOUND_S)))
+            interrupts.during(lambda: group.enter("sync", timeout=BOUND_S))
         except KeyboardInterrupt as error:
             kept.append(error)
         if interrupts.at is None:
