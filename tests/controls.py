@@ -30,10 +30,10 @@ _TYPES = {
     "s": ctypes.c_char_p, "p": ctypes.c_void_p,
 }  # fmt: skip
 _FUNCTIONS = {
-    "install": "v p", "install_cuda": "i p", "arm": "v uis", "calls": "u ", "fail": "v siuu", "delay": "v sd",
+    "install": "v p", "install_cuda": "i p", "arm": "v uis", "calls": "u ", "fail": "v siuu",
     "hold": "v siu", "stopped": "i s", "overdue": "s ", "count": "u s", "disarm": "v ", "system_files": "v s",
     "device": "i z", "stream": "u i", "write": "v uuzid", "touch": "v uuzd", "read": "v uuzdpp", "release": "v u",
-    "delay_marks": "v d", "delay_copies": "v d", "keep_busy": "v d", "support_record": "v i", "begin_capture": "v ",
+    "delay_marks": "v d", "delay_copies": "v d", "support_record": "v i", "begin_capture": "v ",
     "end_capture": "i ", "broken": "s ", "kill": "v i", "is_lost": "i i", "reset": "v ", "pinned": "z ",
     "use_virtual_clock": "v i", "now": "d ", "pass": "v d",
 }  # fmt: skip
@@ -113,7 +113,7 @@ def arm(nth: int, kind: str = "error", call: str = "") -> None:
 
 
 def disarm() -> None:
-    """Ends all failures, delays and stops."""
+    """Ends all failures and stops."""
     _call("disarm")
 
 
@@ -130,11 +130,6 @@ def fail(call: str, code: int, times: int = 1, after: int = 0) -> None:
 def count(call: str) -> int:
     """All calls of this name so far."""
     return int(_call("count", call.encode()))
-
-
-def delay(call: str, seconds: float) -> None:
-    """Each call of this name takes so much longer."""
-    _call("delay", call.encode(), seconds)
 
 
 def hold(call: str, after: int = 0) -> None:
@@ -242,11 +237,6 @@ def marks_delay(seconds: float) -> None:
 def copies_delay(seconds: float) -> None:
     """A copy begins this long after it was queued."""
     _call("delay_copies", seconds)
-
-
-def busy(seconds: float) -> None:
-    """As if a kernel were always in flight that ends this much later."""
-    _call("keep_busy", seconds)
 
 
 def record_supported(on: bool) -> None:

@@ -25,18 +25,16 @@ from __future__ import annotations
 
 import ctypes
 import os
-import subprocess
+import signal
 import sys
-import tempfile
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 import memsaver
 from memsaver import _core
-from memsaver.broker import caller, daemon, discovery
 from tests import controls
+from tests.broker_support import Running
 from tests.support import random_bytes, until
 
 GIB = 1 << 30
@@ -180,37 +178,20 @@ class Segment:
         assert np.array_equal(self.bytes, self.expected), f"{self.nbytes} bytes at {self.address:#x} differ"
 
 
-class GpuBroker:
+class GpuBroker(Running):
     """The broker of a GPU, with chunks of up to 1 GiB. This process, which must be ``isolated``, is its client."""
 
     def __init__(self, device: str, capacity: str = "1GiB") -> None:
-        self.device, self._capacity = device, capacity
-        self._directory = tempfile.TemporaryDirectory(prefix="ms")  # short: a socket's path may have 107 bytes
-        os.environ["MEMSAVER_POOL_DIR"] = self._directory.name
+        self.device = device
+        super().__init__(capacity, "--device", device)
+        os.environ["MEMSAVER_POOL_DIR"] = str(self.directory)
         os.environ["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, sys.path))
-        self.start()
         memsaver.configure(pool="shared")
 
-    def start(self) -> None:
-        command = [sys.executable, "-m", "memsaver", "broker", "--detach", "--device", str(ordinal(self.device))]
-        subprocess.run([*command, "--capacity", self._capacity], check=True, stdout=subprocess.DEVNULL)
-        [self.path] = discovery.found()
-
     def stop(self) -> None:
-        daemon.stop(self.path)
+        self.kill(signal.SIGTERM)
         until(lambda: not _core.connected(self.device))
-
-    def status(self) -> dict[str, Any]:
-        return caller.status(self.path)
 
     def held_bytes(self) -> int:
         """Of this process; 0 while it is no client."""
         return sum(int(each["held_bytes"]) for each in self.status()["clients"] if each["pid"] == os.getpid())
-
-    def __enter__(self) -> GpuBroker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with suppress(memsaver.BrokerError):  # the test has stopped it
-            daemon.stop(self.path)
-        self._directory.cleanup()

@@ -389,31 +389,32 @@ def _resumed(region: memsaver.Region, blocks: dict[str, Held], act: Callable[[],
     block.check()
 
 
-def sweep(move: str, backup: str, kind: str) -> None:
+def sweep(move: str, kind: str) -> None:
     """Fails each driver call of a move in turn. After each, nothing is lost, and the same move succeeds."""
-    out, into = memsaver.region(f"out {backup}", "cpu", backup), memsaver.region("into", "cpu", "host")
+    out, into = memsaver.region("out", "cpu", "host"), memsaver.region("into", "cpu", "host")
     memsaver.resume()  # after an earlier sweep
     blocks = [Held(out, nbytes, nbytes % 97) for nbytes in (3 * PAGE + 7, PAGE, 100)]
     coming = [Held(into, 5 * PAGE, 3)] if move == "switch" else []
-    if move == "switch":
-        into.pause()
-    if move == "resume":
-        out.pause()
     extra: list[int] = []
     hooks = Hooks(out)
 
-    def act() -> None:
-        if move == "allocate":
-            address = hooks.alloc(9 * PAGE)
-            if address is None:
-                raise memsaver.Error("torch raises its own")
-            extra.append(address)
-        elif move == "free":
+    def allocate() -> None:
+        address = hooks.alloc(9 * PAGE)
+        if address is None:
+            raise memsaver.Error("torch raises its own")
+        extra.append(address)
+
+    def free() -> None:
+        while extra:
             hooks.free(extra.pop())
-        elif move == "switch":
-            memsaver.switch(pause=out, resume=into)
-        else:
-            getattr(out, move)()
+
+    act, back = {
+        "pause": (out.pause, out.resume),
+        "resume": (out.resume, out.pause),
+        "switch": (lambda: memsaver.switch(pause=out, resume=into), lambda: memsaver.switch(pause=into, resume=out)),
+        "allocate": (allocate, free),
+        "free": (free, allocate),
+    }[move]
 
     def act_and_settle() -> None:
         try:
@@ -421,38 +422,21 @@ def sweep(move: str, backup: str, kind: str) -> None:
         finally:
             until(lambda: _in_books(out, into), 10)  # the pool's thread makes calls as well
 
-    def back() -> None:
-        while extra:
-            hooks.free(extra.pop())
-        if move == "free":
-            extra.append(hooks.alloc(9 * PAGE) or 0)
-        elif move == "switch":
-            memsaver.switch(pause=into, resume=out)
-        elif move == "pause":
-            out.resume()
-        elif move == "resume":
-            out.pause()
-
-    if move == "free":
+    if move == "switch":
+        into.pause()
+    elif move in ("resume", "free"):
         back()
-    for number, error in enumerate(Sweep(kind, act_and_settle, raises=move != "free")):
+    for error in Sweep(kind, act_and_settle, raises=move != "free"):
         if error is not None and move == "resume":
             assert (out.state, out.mapped_bytes) == ("paused", 0)
-        if error is not None and move == "allocate":
-            assert out.state == "active"
         if error is not None and move in ("pause", "resume", "switch"):
             act()  # the same call again completes the transition
         check(coming)
-        if backup == "host" or move in ("allocate", "free"):
-            check(blocks if out.state == "active" else [])
+        check(blocks if out.state == "active" else [])
         back()
-        if backup == "none" and move in ("pause", "switch"):
-            for block in blocks:
-                block.fill(number)
+    free()
     for block in (*blocks, *coming):
         block.free()
-    for address in extra:
-        hooks.free(address)
     memsaver.resume()
     memsaver.pause()
 

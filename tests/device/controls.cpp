@@ -89,7 +89,7 @@ std::uint64_t last_kernel = 0;
 std::map<Stream, Origin> streams;  // of tests
 std::map<Event, Mark> marks;
 Deadline last_mark = {};  // when all marks so far have passed
-std::atomic<Clock::rep> marks_delay = 0, copies_delay = 0, busy = 0;
+std::atomic<Clock::rep> marks_delay = 0, copies_delay = 0;
 int captures = 0;
 std::vector<std::string> broke_captures;  // the calls
 bool capture_is_whole = true;
@@ -246,6 +246,11 @@ void note(Event event, Stream stream, Deadline due) {
   last_mark = std::max(last_mark, due);
 }
 
+Deadline marks_end() {
+  const std::lock_guard lock(mutex);
+  return last_mark;
+}
+
 Mark mark_of(Event event) {
   const std::lock_guard lock(mutex);
   const auto found = marks.find(event);
@@ -270,11 +275,7 @@ Result copied(Stream stream, const void* host, std::size_t size, Copy copy) {
 void replace_by_work(host::Calls& calls) {
   calls.cuCtxSynchronize = []() -> Result {
     if (controls_break_capture("cuCtxSynchronize") != 0) return kStreamIsCapturing;
-    Deadline until = later(busy);
-    {
-      const std::lock_guard lock(mutex);
-      until = std::max(until, last_mark);
-    }
+    const Deadline until = marks_end();
     advance_to(everything());
     if (const Result code = device.cuCtxSynchronize(); code != kSuccess) return code;
     wait_until(until);
@@ -283,7 +284,7 @@ void replace_by_work(host::Calls& calls) {
   calls.cuCtxRecordEvent = [](Context context, Event event) -> Result {
     if (controls_break_capture("cuCtxRecordEvent") != 0) return kStreamIsCapturing;
     const Result code = device.cuCtxRecordEvent(context, event);
-    if (code == kSuccess) note(event, nullptr, std::max(later(marks_delay), later(busy)));
+    if (code == kSuccess) note(event, nullptr, later(marks_delay));
     return code;
   };
   calls.cuThreadExchangeStreamCaptureMode = [](int* mode) -> Result {
@@ -356,7 +357,6 @@ struct Call {
   bool is_held = false;
   std::uint64_t passes = 0;  // calls that a hold lets pass first
   int stopped = 0;
-  Clock::duration delay{};
   Result code = kSuccess;
   std::uint64_t after = 0, times = 0;  // of failures with this code
 };
@@ -393,11 +393,6 @@ Failure failure_of(const char* name, bool is_counted) {
   std::unique_lock lock(all.mutex);
   Call& call = call_of(all, name);
   ++call.count;
-  if (call.delay > Clock::duration::zero()) {
-    lock.unlock();
-    std::this_thread::sleep_for(call.delay);
-    lock.lock();
-  }
   ++call.stopped;
   if (!all.changed.wait_for(lock, kLongestStop, [&] { return !call.is_held || call.passes > 0; })) {
     call.is_held = false;
@@ -566,11 +561,6 @@ void controls_fail(const char* name, int code, std::uint64_t times, std::uint64_
   call.code = code, call.times = times, call.after = after;
 }
 
-void controls_delay(const char* name, double seconds) {
-  const std::lock_guard lock(faults().mutex);
-  call_of(faults(), name).delay = ticks(seconds);
-}
-
 void controls_hold(const char* name, int on, std::uint64_t after) {
   const std::lock_guard lock(faults().mutex);
   call_of(faults(), name).is_held = on != 0;
@@ -599,7 +589,7 @@ void controls_disarm() {
   controls_arm(0, kError, "");
   const std::lock_guard lock(faults().mutex);
   for (auto& [name, call] : faults().by_name)
-    call.is_held = false, call.delay = {}, call.passes = call.times = call.after = 0;
+    call.is_held = false, call.passes = call.times = call.after = 0;
   faults().changed.notify_all();
 }
 
@@ -661,7 +651,6 @@ void controls_release(void* stream) {
 
 void controls_delay_marks(double seconds) { marks_delay = ticks(seconds).count(); }
 void controls_delay_copies(double seconds) { copies_delay = ticks(seconds).count(); }
-void controls_keep_busy(double seconds) { busy = ticks(seconds).count(); }
 void controls_support_record(int on) { table->cuCtxRecordEvent = on != 0 ? record_event : nullptr; }
 
 void controls_begin_capture() {
@@ -713,7 +702,7 @@ void controls_reset() {
     broke_captures.clear();
     changed.notify_all();
   }
-  marks_delay = copies_delay = busy = 0;
+  marks_delay = copies_delay = 0;
   controls_support_record(1);
   for (const auto& [stream, origin] : gone)
     for (Stream each : {stream, origin.through}) device.cuStreamDestroy(each);

@@ -32,7 +32,6 @@ void controls_arm(std::uint64_t nth, int kind, const char* only);
 std::uint64_t controls_calls();  // since then
 // After so many calls of this name, the next `times` return a code.
 void controls_fail(const char* name, int code, std::uint64_t times, std::uint64_t after);
-void controls_delay(const char* name, double seconds);
 // Calls of this name stop before they are made, once `after` of them have passed. False: they continue, as they do
 // after 20 seconds.
 void controls_hold(const char* name, int on, std::uint64_t after);
@@ -57,7 +56,6 @@ void controls_release(void* stream);  // returns when its kernels have run. Null
 
 void controls_delay_marks(double seconds);   // a mark passes at least this long after it was set
 void controls_delay_copies(double seconds);  // a copy begins this long after it was queued
-void controls_keep_busy(double seconds);     // as if a kernel were always in flight that ends this much later
 void controls_support_record(int on);        // 0: record() is null, as before CUDA 12.5
 
 void controls_begin_capture();

@@ -327,8 +327,7 @@ print("resumed", flush=True)
 sys.stdin.readline()
 """
 CACHE = """
-import sys, memsaver
-from tests import controls
+import sys, time, memsaver
 from tests.torch_segments import Segment, default_pool, empty_cache_on_demand
 memsaver.configure(pool="shared")
 region = default_pool(sys.argv[1])
@@ -336,7 +335,8 @@ empty_cache_on_demand()
 segment = Segment(sys.argv[1], 2, 32)
 assert segment.map(0, 22) == 0
 segment.cached |= set(range(20))
-controls.delay("cuMemUnmap", 0.01)
+unmap = segment.unmap
+segment.unmap = lambda *pieces: [time.sleep(0.01), unmap(*pieces)][1]
 print("cached", flush=True)
 sys.stdin.readline()
 """

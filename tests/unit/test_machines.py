@@ -260,7 +260,7 @@ class Device(RuleBasedStateMachine):
         self.queues: list[list[Kernel]] = [[] for _ in range(STREAMS)]
         self.launched: list[list[Model]] = []
         self.captures = 0
-        self.marks_delay = self.busy = 0.0
+        self.marks_delay = 0.0
         self.records = True
         self.seeds = itertools.count()
         self.views: list[tuple[torch.Tensor, Segment]] = []  # of backups, with their contents
@@ -330,7 +330,7 @@ class Device(RuleBasedStateMachine):
 
     def wait_s(self) -> tuple[float, float]:
         """The least and the most seconds that a wait for the device takes."""
-        least = max(self.work_left(), self.busy, self.marks_delay if self.records else 0.0)
+        least = max(self.work_left(), self.marks_delay if self.records else 0.0)
         return least, least if self.records else max(least, max(DELAYS))
 
     def release_held(self) -> None:
@@ -523,12 +523,11 @@ class Device(RuleBasedStateMachine):
     def pass_time(self, seconds: float) -> None:
         controls.clock_pass(seconds)
 
-    @rule(marks=st.sampled_from(DELAYS), copies=st.sampled_from(DELAYS), busy=st.sampled_from(DELAYS))
-    def slow_down(self, marks: float, copies: float, busy: float) -> None:
+    @rule(marks=st.sampled_from(DELAYS), copies=st.sampled_from(DELAYS))
+    def slow_down(self, marks: float, copies: float) -> None:
         controls.marks_delay(marks)
         controls.copies_delay(copies)
-        controls.busy(busy)
-        self.marks_delay, self.busy = marks, busy
+        self.marks_delay = marks
 
     @rule(chosen=chosen_regions)
     def begin_launch(self, chosen: set[int]) -> None:
@@ -813,7 +812,7 @@ class Device(RuleBasedStateMachine):
             self.finish_launch()
         for stream in range(STREAMS):
             self.release(stream)
-        self.slow_down(0.0, 0.0, 0.0)
+        self.slow_down(0.0, 0.0)
         while len(self.others) > 1:
             self.another_gives_memory_back()
         memsaver.configure(retain=0, host_limit=None)
