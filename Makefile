@@ -33,9 +33,7 @@ WHEEL_TORCH ?= torch==2.13.0
 VERSIONS ?= 2.11.0 2.13.0
 WHEEL_VERSIONS ?= 2.13.0
 
-# Tests wait for other processes half of the time, hence more workers than cores, and one thread of torch in each. A GPU
-# serves one process.
-test test-fast: export OMP_NUM_THREADS := 1
+# Tests wait for other processes half of the time, hence more workers than cores. A GPU serves one process.
 JOBS ?= $(if $(GPU),0,$(shell cores=$$(nproc); echo $$((cores < 8 ? cores + (cores + 1) / 2 : 12))))
 # A file's tests share a device of the file's own size, hence loadfile. In the order of the folders, the long files come
 # first. With SYSTEM=1 the interpreter may lack xdist.

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # several processes run tests, and each waits actively for its threads
 os.environ.setdefault("RAY_worker_niceness", "0")  # else actors wait for linters and sanitizers that run beside
 # Before the import of memsaver. Processes with the same size share a device, so each run has a size of its own. It is
 # more than a test needs: chunks whose release a test made fail stay in use until the process ends.

@@ -21,7 +21,7 @@ from typing import Any
 from memsaver import _core
 
 ROOT = Path(__file__).resolve().parent.parent
-KINDS = ("error", "memory", "after", "lost")
+KINDS = ("error", "memory", "after")
 FOREVER = 1 << 62
 _HEADERS = ("base/clock.h", "base/files.h", "base/ranges.h", "driver/cuda_api.h", "host/calls.h")
 # The result and the arguments of each function.

@@ -191,7 +191,3 @@ class GpuBroker(Running):
     def stop(self) -> None:
         self.kill(signal.SIGTERM)
         until(lambda: not _core.connected(self.device))
-
-    def held_bytes(self) -> int:
-        """Of this process; 0 while it is no client."""
-        return sum(int(each["held_bytes"]) for each in self.status()["clients"] if each["pid"] == os.getpid())

@@ -78,7 +78,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ran(folder: Path) -> Iterator[Ran]:
     """A function that runs a benchmark. Returns the exit status, the JSON line and everything that was printed."""
-    environ = {**os.environ, "MEMSAVER_TEST_COMMIT": "abc1234", "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "MEMSAVER_TEST_COMMIT": "abc1234"}
     environ.pop("MEMSAVER_HOST_DEVICE", None)  # a run has one of its own
     (folder / "program.py").write_text(PROGRAM)
     (folder / "sitecustomize.py").write_text(SPOILED)

@@ -26,8 +26,7 @@ void controls_install(void* find_table);
 int controls_install_cuda(void* find_table);
 
 // Failures. The `nth` call from now (1: the next) fails, once. If `only` is given, calls of this name are counted
-// alone. Kinds: 0: an error. 1: the code of a full device. 2: the call takes effect and then reports an error. 3: the
-// context of device 0 is dead from this call on.
+// alone. Kinds: 0: an error. 1: the code of a full device. 2: the call takes effect and then reports an error.
 void controls_arm(std::uint64_t nth, int kind, const char* only);
 std::uint64_t controls_calls();  // since then
 // After so many calls of this name, the next `times` return a code.

@@ -83,17 +83,11 @@ def test_a_command_in_another_pid_namespace_fails_in_one_line(broker: Running) -
 
 
 @needs_mounts
-@pytest.mark.parametrize("version", [1, 2])
-def test_a_pause_beyond_the_limit_of_a_cgroup_raises_with_its_figures(tmp_path: Path, version: int) -> None:
+def test_a_pause_beyond_the_limit_of_a_cgroup_raises_with_its_figures(tmp_path: Path) -> None:
     """The process sees the files of a cgroup with a limit. Without the error the kernel would kill it in the pause."""
     limit, used = GIB, 800 * MIB
-    if version == 2:
-        group, folder = "0::/pod\n", tmp_path / "cgroup/pod"
-        files = {"memory.max": str(limit), "memory.current": str(used), "memory.stat": "inactive_file 0"}
-    else:
-        group, folder = "4:memory:/pod\n", tmp_path / "cgroup/memory/pod"
-        files = {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used)}
-        files["memory.stat"] = "total_inactive_file 0"
+    group, folder = "0::/pod\n", tmp_path / "cgroup/pod"
+    files = {"memory.max": str(limit), "memory.current": str(used), "memory.stat": "inactive_file 0"}
     folder.mkdir(parents=True)
     for name, value in files.items():
         (folder / name).write_text(f"{value}\n")

@@ -35,7 +35,6 @@ def made_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def begin(rank: int, world_size: int, meeting: str, **options: Any) -> ProcessGroups:
     """Makes the guest and the world. ``meeting``: a file, or ``tcp://host:port``, whose store is in rank 0."""
-    torch.set_num_threads(1)
     guest = ProcessGroups(TAG, backends=["gloo"], **options)
     memsaver.register(guest)
     meeting = meeting if "://" in meeting else f"file://{meeting}"
