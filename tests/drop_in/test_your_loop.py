@@ -114,7 +114,16 @@ def run(program: str, folder: Path, size: int, **variables: str) -> list[str]:
         program = program.replace(text, other)
     (folder / "loop.py").write_text(program)
     done = run_program(
-        [sys.executable, "loop.py", "model", "prompts"],
+        [
+            sys.executable,
+            "-m",
+            "cProfile",
+            "-o",
+            "/tmp/loop" + ("2" if "MEMSAVER_DROP_IN" in variables else "1") + ".prof",
+            "loop.py",
+            "model",
+            "prompts",
+        ],
         cwd=folder,
         env=environment(**RANK, PYTHONPATH=fake_vllm.before(folder), MEMSAVER_HOST_DEVICE=str(size), **variables),
         timeout=240,

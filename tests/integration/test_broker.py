@@ -126,14 +126,16 @@ def test_a_status_longer_than_a_packet_leaves_regions_out(broker: Local) -> None
 def test_a_status_waits_for_reports(broker: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "REPORTS_S", 60.0)
     one, two, third = broker.client(), broker.client(), broker.client()
-    rows = [["context", "", "", PAGE]]
-    text = json.dumps({"imported_bytes": None, "host_held_bytes": 0, "rows": rows, "regions": []})
+    rows, regions = [["context", "", "", PAGE]], [["kv cache", "paused", "host", 5, 4, 3, 2]]
+    text = json.dumps({"imported_bytes": None, "host_held_bytes": 7, "rows": rows, "regions": regions})
     third.say("status", 7)
     for each in (one, two, third):
         each.hear("query")
         each.say("report", text=text)
     found = json.loads(third.hear("status").text)
     assert [row["ledger"]["rows"] for row in found["clients"]] == [rows] * 3
+    assert [row["host_held_bytes"] for row in found["clients"]] == [7] * 3
+    assert [list(region.values()) for row in found["clients"] for region in row["regions"]] == regions * 3
 
 
 # Ended connections
@@ -204,6 +206,8 @@ def test_chunks_of_an_earlier_broker_are_lent_to_no_other_client(broker: Local) 
     other.want(GIB, LARGE)
     [first] = other.take(LARGE)
     assert other.hear("stalled").words[3:] == (LARGE, 3 * LARGE)
+    [wait] = [each for row in broker.status()["clients"] for each in row["waiting"]]
+    assert (wait["needed_bytes"], wait["granted_bytes"]) == (GIB, LARGE)
     again.give(chunks[:2])
     assert list(again.hear("drop").words) == chunks[:2]
     assert other.look()[0] == 0 and broker.status()["leaving_bytes"] == 2 * LARGE
