@@ -91,29 +91,6 @@ def test_the_last_packet_of_a_grant_has_the_place_in_the_queue(broker: Local) ->
 # Figures
 
 
-def test_status_shows_clients_and_their_reports(broker: Local) -> None:
-    one = broker.client()
-    one.borrow(96 * MIB, MEDIUM)
-    row = broker.row(os.getpid())
-    assert (row["held_bytes"], row["connected"], row["waiting"], row["regions"]) == (3 * MEDIUM, True, [], [])
-    assert row["report_age_s"] is None and not row["is_current"]
-    regions = [["kv cache", "paused", "host", 5, 4, 3, 2], ["weights", "active", "disk", 50, 40, 30, 0]]
-    one.say("report", text=json.dumps({"imported_bytes": None, "host_held_bytes": 7, "rows": [], "regions": regions}))
-    one.look()
-    row = broker.row(os.getpid())
-    assert row["report_age_s"] >= 0 and row["host_held_bytes"] == 7
-    assert [list(region.values()) for region in row["regions"]] == regions
-    other = broker.client()
-    other.want(GIB)
-    other.take(3 * LARGE)
-    other.take(5 * MEDIUM)
-    other.hear("stalled")
-    found = broker.status()
-    [waiting] = [each for row in found["clients"] for each in row["waiting"]]
-    assert (waiting["needed_bytes"], waiting["granted_bytes"]) == (GIB, GIB - 3 * MEDIUM)
-    assert found["idle_bytes"] == 0
-
-
 def test_a_status_longer_than_a_packet_leaves_regions_out(broker: Local) -> None:
     regions = [["tag" * 30, "active", "none", 1, 1, 1, 0]] * 200
     for client in [broker.client() for _ in range(3)]:
@@ -696,18 +673,6 @@ def test_memory_that_the_driver_keeps_is_shown_as_such(
 
 
 # Names of processes
-
-
-def test_an_error_and_its_ledger_have_one_name_for_a_process(elsewhere: Running) -> None:
-    """The rows of the ledger have the broker's name, which is the one that this process reads."""
-    with (
-        Worker(elsewhere, f"held = hold('kv', {4 * MIB})", MEMSAVER_NAME="rollout engine") as holder,
-        Worker(elsewhere, "region = memsaver.region('kv', device='cpu')") as other,
-    ):
-        holder.run("ctypes.CDLL(None).prctl(15, b'rollout engine')")
-        text = other.fails("region._core.allocate_array(1 << 50)")
-        name = process_names.process_name(holder.pid)
-        assert text.count(f"{name} (pid {holder.pid})") == text.count(f"(pid {holder.pid})") == 1, text
 
 
 def test_a_process_whose_main_thread_has_ended_has_no_given_name() -> None:

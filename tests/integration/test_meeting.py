@@ -93,19 +93,6 @@ def test_all_ranks_open_in_the_same_round_again_and_again(any_store: Store) -> N
 # Ranks that give up
 
 
-def test_rank_that_gives_up_after_the_gathering_ends_the_round_for_all(store: Store) -> None:
-    ranks = meetings(store, 3)
-    gather(ranks)
-    ranks[0].check(within(LONG_S))
-    assert not ranks[2].give_up(OSError("no route"))
-    for each in ranks[:2]:
-        with pytest.raises(memsaver.Error, match="rank 2 gave up: OSError: no route"):
-            each.check(within(LONG_S))
-        with pytest.raises(memsaver.Error, match="closed again: rank 2 gave up: OSError: no route"):
-            each.settle(within(LONG_S))
-    opened(ranks)
-
-
 def test_groups_stay_open_on_no_rank_if_one_is_late(store: Store) -> None:
     ranks = meetings(store, 2)
     for _ in range(2):  # the second time, both have opened groups in an earlier round
@@ -203,14 +190,3 @@ def test_store_that_does_not_answer_is_an_error_within_a_bound(store: Store, mon
         assert reason.startswith("rank 0 gave up: StoreError")  # by a new connection
     finally:
         end.set()
-
-
-def test_store_whose_process_has_ended_is_an_error() -> None:
-    server = TCPStore("127.0.0.1", 0, None, True)
-    client = TCPStore("127.0.0.1", server.port, None, False)
-    (rank,) = meetings(client, 1)
-    opened([rank])
-    del server
-    with pytest.raises(memsaver.Error, match="store cannot be reached"):
-        rank.gather(within(LONG_S))
-    rank.close(within(LONG_S))

@@ -57,20 +57,6 @@ def test_out_of_memory_names_the_process_that_holds_it(make: Make, peer: Peer) -
     held[0].check()
 
 
-def test_a_process_killed_in_the_middle_of_transitions_leaves_nothing(make: Make) -> None:
-    before = free_bytes()
-    for _ in range(3):
-        with Peer() as victim:
-            hold(victim, 30 * MIB)
-            victim.send("print('go', flush=True)\nwhile True: region.pause(); region.resume()\n")
-            assert victim.process.stdout is not None
-            assert victim.process.stdout.readline() == "go\n"
-            victim.kill()
-        assert free_bytes() == before
-    region = make()
-    blocks(region, [3 * MIB])[0].check()
-
-
 def test_two_processes_that_need_all_memory_take_turns(peer: Peer) -> None:
     """Each asks for more than half: chunks taken one by one would leave both with half of their need."""
     size = str(200 * MIB + os.getpid() % 15 * PAGE)  # hardly that of another run beside this one
