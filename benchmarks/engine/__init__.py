@@ -38,7 +38,7 @@ from benchmarks.harness.processes import Process, Sample, ask_all, in_process, p
 from benchmarks.harness.work import copy_rate, median, ratio, take_turns
 from examples.colocate.engine import Engine, SamplingParams
 from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
-from examples.colocate.trainer.process_group import join
+from examples.colocate.process_group import join
 
 DEVICES = ("cuda", "cpu")
 GAINS = {1: 1.5, 8: 1.3, 32: 1.2, 128: 1.1}  # promised of graphs, by batch

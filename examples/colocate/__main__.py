@@ -20,7 +20,7 @@ from .model.folder import FolderError
 from .options import Options, parse
 from .rollout import HungError
 from .savers import variables
-from .trainer import CheckpointError, NonFiniteError
+from .trainer.interface import CheckpointError, NonFiniteError
 
 FAILED, NOT_LEARNED = 1, 4  # exit statuses
 # They explain themselves.

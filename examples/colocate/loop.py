@@ -11,7 +11,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -22,19 +22,19 @@ from memsaver.ray import Group, Turn
 from .engine import Completion, Engine, SamplingParams
 from .engine.engine_memory import EngineMemory
 from .engine.tensor_parallel import Parallel
-from .model import WeightPart
+from .model import EngineWeights, WeightPart
 from .options import Options
+from .process_group import join
 from .recipes import Recipe
 from .rollout import Rollout, Rollouts, answers
 from .savers import REGIONS, packed
 from .task import Task
-from .trainer import EngineWeights, Sample, StepMetrics, TokenStatistics, Trainer
-from .trainer.process_group import join
-from .trainer.trainer_memory import TrainerMemory
+from .trainer.interface import Sample, StepMetrics, TokenStatistics
 from .vllm_engine import VllmEngine
 from .worker import Worker
 
-_WARM_UP_CHUNK = 50  # steps between two lines of progress
+if TYPE_CHECKING:
+    from .trainer.trainer import Trainer
 
 
 class EngineActor(Worker):
@@ -49,15 +49,14 @@ class EngineActor(Worker):
         """
         recipe, size = self.recipe, self.options.engine_ranks
         number, rank = divmod(self.rank, size)
-        mesh = join(self.device.type, rank, size, addresses[number * size]) if size > 1 else None
+        group = join(self.device.type, rank, size, addresses[number * size]).get_group() if size > 1 else None
         blocks = recipe.kv_blocks or recipe.blocks_that_fit(self.own_bytes, size, self.options.memory == "resident")
         config = replace(recipe.engine, num_blocks=blocks, seed=1000 * self.options.seed + number)
         if self.options.engine == "vllm":
             self.engine = VllmEngine(recipe.model, config, self.options.model)
         else:
             memory = EngineMemory(self.device, REGIONS[self.options.memory])
-            parallel = Parallel(mesh.get_group() if mesh else None)
-            self.engine = Engine(recipe.model, config, self.device, parallel, memory)
+            self.engine = Engine(recipe.model, config, self.device, Parallel(group), memory)
         self.engine.capture()
         return list(self.engine.tags)
 
@@ -88,13 +87,14 @@ class TrainerActor(Worker):
 
     def setup(self, addresses: Sequence[str]) -> list[str]:
         """Build the trainer, whose ranks meet at the first address. Returns the tags of its regions."""
+        from .trainer.trainer import Trainer  # slow to import, and for trainers alone
+
         if self.options.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first handle is made
             torch.use_deterministic_algorithms(True)
         mesh = join(self.device.type, self.rank, self.options.ranks, addresses[0])
         config = replace(self.recipe.trainer, seed=self.options.seed)
-        memory = TrainerMemory(self.device, REGIONS[self.options.memory])
-        self.trainer = Trainer(self.recipe.model, config, mesh, self.options.model, memory)
+        self.trainer = Trainer(self.recipe.model, config, mesh, self.options.model, REGIONS[self.options.memory])
         self.release_cache()
         return self.trainer.memory.tags
 
@@ -226,8 +226,8 @@ class Loop:
         """From initial weights to the first rollout: a supervised warm-up, and the first sync."""
         recipe = self.recipe
         self.enter("train")
-        for first in range(0, recipe.warm_up_steps, _WARM_UP_CHUNK):
-            steps = range(first, min(first + _WARM_UP_CHUNK, recipe.warm_up_steps))
+        for first in range(0, recipe.warm_up_steps, 50):  # a line of progress for each
+            steps = range(recipe.warm_up_steps)[first : first + 50]
             batches = [self.task.demonstrations(recipe.warm_up_batch) for _ in steps]
             metrics = self.call("trainer", "warm_up", batches, [recipe.warm_up_rate_at(step) for step in steps])[0]
             self.say(f"warm-up, {steps.stop} of {recipe.warm_up_steps} steps: loss {metrics.loss:.3f}")

@@ -12,7 +12,7 @@ from .arithmetic import VOCABULARY
 from .engine import EngineConfig
 from .model import ModelConfig, parameter_shapes
 from .model.folder import load_config
-from .trainer import TrainerConfig
+from .trainer.interface import TrainerConfig
 
 MIB = 1 << 20
 GIB = 1 << 30

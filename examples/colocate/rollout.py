@@ -14,7 +14,7 @@ from torch import Tensor
 from .engine import Completion, SamplingParams
 from .grpo import group_advantages
 from .task import Problem, Task
-from .trainer import Sample
+from .trainer.interface import Sample
 
 
 class HungError(RuntimeError):

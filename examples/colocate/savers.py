@@ -25,9 +25,7 @@ from torch import Tensor
 
 import memsaver
 
-from .model import WeightPart
-from .trainer import EngineWeights
-from .trainer.weights import WeightWriter
+from .model import EngineWeights, WeightPart
 
 
 class Resident(memsaver.Guest):
@@ -154,7 +152,7 @@ def variables(saver: str) -> dict[str, str]:
     return {"LD_PRELOAD": str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))}
 
 
-def packed(writer: WeightWriter, layout: Mapping[str, WeightPart], device: torch.device) -> tuple[Any, bytes]:
+def packed(writer: Any, layout: Mapping[str, WeightPart], device: torch.device) -> tuple[Any, bytes]:
     """A copy of an engine's weights, and its pickled form: handles of its memory on a GPU, elsewhere the contents.
 
     The copy has to live until the engine has read it. A collective.

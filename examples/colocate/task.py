@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from .trainer import Sample
+from .trainer.interface import Sample
 
 
 class TaskError(ValueError):

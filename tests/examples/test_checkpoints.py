@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch", reason="needs torch")
 
 from examples.colocate.checks.checkpoints import Checkpoints  # noqa: E402
-from examples.colocate.trainer import CheckpointError  # noqa: E402
+from examples.colocate.trainer.interface import CheckpointError  # noqa: E402
 
 
 def state(step: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from examples.colocate.engine import EngineConfig  # noqa: E402
 from examples.colocate.engine.block_manager import BlockManager  # noqa: E402
 from examples.colocate.options import parse  # noqa: E402
 from examples.colocate.recipes import RECIPES  # noqa: E402
-from examples.colocate.trainer import NonFiniteError, Sample  # noqa: E402
+from examples.colocate.trainer.interface import NonFiniteError, Sample  # noqa: E402
 from memsaver import regions  # noqa: E402
 from memsaver.config import parse_size  # noqa: E402
 from tests.examples.faults import FAULTS, Fault  # noqa: E402

@@ -30,10 +30,9 @@ from examples.colocate import __main__ as command  # noqa: E402
 from examples.colocate import countdown  # noqa: E402
 from examples.colocate.checks.checked_actors import CheckedTrainer  # noqa: E402
 from examples.colocate.loop import TrainerActor  # noqa: E402
-from examples.colocate.model import parameter_shapes  # noqa: E402
+from examples.colocate.model import EngineWeights, parameter_shapes  # noqa: E402
 from examples.colocate.model.folder import load_config  # noqa: E402
 from examples.colocate.rollout import HungError, answers  # noqa: E402
-from examples.colocate.trainer import EngineWeights  # noqa: E402
 from tests.examples.model_support import save_model, save_tokenizer  # noqa: E402
 from tests.support import fresh_device  # noqa: E402
 

@@ -20,17 +20,11 @@ import memsaver
 from examples.colocate.engine import Engine, EngineConfig, SamplingParams
 from examples.colocate.model import ModelConfig, parameter_shapes
 from examples.colocate.model.folder import FolderError, load_config
-from examples.colocate.trainer import (
-    CheckpointError,
-    NonFiniteError,
-    RankBatch,
-    Sample,
-    TokenStatistics,
-    Trainer,
-    TrainerConfig,
-)
+from examples.colocate.process_group import join
+from examples.colocate.trainer.batch import RankBatch
 from examples.colocate.trainer.causal_lm import token_logprobs
-from examples.colocate.trainer.process_group import join
+from examples.colocate.trainer.interface import CheckpointError, NonFiniteError, Sample, TokenStatistics, TrainerConfig
+from examples.colocate.trainer.trainer import Trainer
 from examples.colocate.trainer.trainer_memory import local
 from tests.examples.model_support import LLAMA3, save_model
 from tests.examples.trainer_support import MODEL, PLAIN, TAGS, addresses, samples, weights

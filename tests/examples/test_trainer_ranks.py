@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import memsaver
-from examples.colocate.trainer import NonFiniteError, Trainer
-from examples.colocate.trainer.process_group import join
+from examples.colocate.process_group import join
+from examples.colocate.trainer.interface import NonFiniteError
+from examples.colocate.trainer.trainer import Trainer
 from tests.examples.trainer_support import MODEL, PLAIN, TAGS, samples, weights
 from tests.ranks_support import free_address, ranks
 

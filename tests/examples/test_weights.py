@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from examples.colocate.engine.decoder import Decoder
-from examples.colocate.model import ModelConfig, checksums, parameter_shapes
-from examples.colocate.trainer import EngineWeights, Trainer
-from examples.colocate.trainer.process_group import join
+from examples.colocate.model import EngineWeights, ModelConfig, checksums, parameter_shapes
+from examples.colocate.process_group import join
+from examples.colocate.trainer.trainer import Trainer
 from examples.colocate.trainer.weights import WeightWriter
 from examples.colocate.vllm_engine import _places
 from tests.examples.trainer_support import MODEL, PLAIN, samples, weights

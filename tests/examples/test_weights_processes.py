@@ -19,9 +19,9 @@ import torch.distributed as dist
 import memsaver  # noqa: F401  # for statements of tests
 from examples.colocate.engine import Engine, EngineConfig
 from examples.colocate.engine.tensor_parallel import ONE_RANK, Parallel
-from examples.colocate.model import ModelConfig, weight_layout
-from examples.colocate.trainer import EngineWeights, Trainer
-from examples.colocate.trainer.process_group import join
+from examples.colocate.model import EngineWeights, ModelConfig, weight_layout
+from examples.colocate.process_group import join
+from examples.colocate.trainer.trainer import Trainer
 from tests.broker_support import Running
 from tests.examples.trainer_support import PLAIN, samples, weights
 from tests.pool_support import Worker

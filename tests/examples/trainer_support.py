@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from examples.colocate.model import ModelConfig
-from examples.colocate.trainer import Sample, Trainer, TrainerConfig
+from examples.colocate.trainer.interface import Sample, TrainerConfig
+from examples.colocate.trainer.trainer import Trainer
 from examples.colocate.trainer.trainer_memory import local
 
 TAGS = ["params", "optimizer", "grads"]

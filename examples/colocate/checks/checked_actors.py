@@ -13,7 +13,7 @@ import memsaver
 
 from ..engine import Completion, Engine, SamplingParams
 from ..loop import EngineActor, TrainerActor
-from ..trainer import Sample, StepMetrics, TokenStatistics
+from ..trainer.interface import Sample, StepMetrics, TokenStatistics
 from ..worker import Worker
 
 _POLL_S = 0.05

@@ -20,7 +20,7 @@ from ..options import Options
 from ..recipes import Recipe
 from ..rollout import Rollout
 from ..task import Task
-from ..trainer import Sample, StepMetrics, TokenStatistics
+from ..trainer.interface import Sample, StepMetrics, TokenStatistics
 from .checked_actors import CheckedEngine, CheckedTrainer, CheckError
 
 # Nats between the engine's log-probability of a token and the trainer's: of one token at most, and in the mean. Wrong

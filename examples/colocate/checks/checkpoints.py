@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..model.folder import failing
-from ..trainer import CheckpointError
-from ..trainer.trainer import METADATA
+from ..trainer.interface import CheckpointError
 
 _KEPT = 2
 _STATE = "loop.json"
+_METADATA = ".metadata"  # the last file that the trainers write
 
 
 class Checkpoints:
@@ -55,7 +54,7 @@ class Checkpoints:
         `state`: the rest beside the trainer's, ready for JSON, with `step` and `settings`.
         """
         partial, path = (self.folder / f"{name}-{state['step']:08d}" for name in ("partial", "step"))
-        if not (partial / METADATA).is_file():
+        if not (partial / _METADATA).is_file():
             raise CheckpointError(f"{str(partial)!r} has no state of a trainer; expected a folder that all nodes share")
         with open(partial / _STATE, "w") as file:
             json.dump(state, file)
@@ -77,8 +76,10 @@ class Checkpoints:
         path = self.latest()
         if path is None:
             raise CheckpointError(f"{str(self.folder)!r} has no complete checkpoint; expected a folder step-NNNNNNNN")
-        with failing(CheckpointError, f"{str(path)!r} cannot be read; expected the file of a run"):
+        try:
             return path, json.loads((path / _STATE).read_text())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{str(path)!r} cannot be read; expected the file of a run: {error!r}") from error
 
     def _complete(self) -> list[Path]:
         return sorted(self.folder.glob("step-*"))

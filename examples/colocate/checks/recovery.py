@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from ..options import Options
 from ..recipes import Recipe
 from ..task import Task
-from ..trainer import Sample, StepMetrics, TokenStatistics
+from ..trainer.interface import Sample, StepMetrics, TokenStatistics
 from .checked_loop import CheckedLoop
 from .checkpoints import Checkpoints
 

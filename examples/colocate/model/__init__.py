@@ -1,6 +1,8 @@
 """The parts of the model that engine and trainer share: configuration, layers, and the layout of weights."""
 
 from .config import ModelConfig, parameter_shapes, random_parameters
-from .weight_layout import WeightPart, checksums, weight_layout
+from .weight_layout import EngineWeights, WeightPart, checksums, weight_layout
 
-__all__ = ["ModelConfig", "WeightPart", "checksums", "parameter_shapes", "random_parameters", "weight_layout"]
+__all__ = [
+    "EngineWeights", "ModelConfig", "WeightPart", "checksums", "parameter_shapes", "random_parameters", "weight_layout"
+]  # fmt: skip

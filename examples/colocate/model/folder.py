@@ -8,10 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.api import CheckpointException
 
 from .config import ModelConfig
 
@@ -39,8 +36,10 @@ def load_config(folder: Path, dtype: torch.dtype | None = None) -> ModelConfig:
     """
     from transformers import AutoConfig  # slow to import
 
-    with failing(FolderError, f"{folder}: expected the config.json of a model"):
+    try:
         return _config(AutoConfig.from_pretrained(folder, local_files_only=True), dtype)
+    except Exception as error:
+        raise FolderError(f"{folder}: expected the config.json of a model: {error!r}") from None
 
 
 def _config(found: Any, dtype: torch.dtype | None) -> ModelConfig:
@@ -84,14 +83,18 @@ def load_parameters(parameters: Mapping[str, Tensor], folder: Path) -> None:
     A collective, if there is a process group. Raises FolderError for files that are missing or broken, and for
     parameters that are missing or have another shape.
     """
+    import torch.distributed.checkpoint as dcp  # slow to import
+
     with failing(FolderError, f"{folder}: expected the model's parameters in safetensors"):
         held = {name: parameter.detach() for name, parameter in parameters.items()}
-        dcp.load(held, storage_reader=HuggingFaceStorageReader(str(folder)))
+        dcp.load(held, storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
 
 
 @contextmanager
 def failing(kind: type[Exception], text: str) -> Iterator[None]:
     """Raises an error with each rank's reason in a line: torch's own holds their stacks, and does not pickle."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except (Exception, CheckpointException) as error:  # torch's own is no Exception

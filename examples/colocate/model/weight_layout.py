@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,13 @@ class WeightPart:
     def of(self, full: Tensor) -> Tensor:
         """The slice of the full parameter, a view."""
         return full.narrow(self.dim, self.start, self.length)
+
+
+class EngineWeights(NamedTuple):
+    """The weights of an engine, or of one rank of an engine with tensor parallel, by Hugging Face name."""
+
+    tensors: Mapping[str, Tensor]  # on one device
+    layout: Mapping[str, WeightPart]  # the slices of the full parameters that the tensors are
 
 
 def weight_layout(config: ModelConfig, rank: int = 0, size: int = 1) -> dict[str, WeightPart]:

@@ -13,24 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Sample:
-    """A prompt and its completion, as token ids, a token or more of each.
-
-    `logprobs`: of the completion's tokens, in nats, from the program that sampled them; None: zeros. `advantage`: the
-    worth of the completion. Both matter to policy-gradient steps alone.
-    """
-
-    prompt: list[int]
-    completion: list[int]
-    logprobs: list[float] | None = None
-    advantage: float = 0.0
-
-    @property
-    def length(self) -> int:
-        """Tokens that the model reads: all but the last one, which nothing follows."""
-        return len(self.prompt) + len(self.completion) - 1
+from .interface import Sample
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,54 +16,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+import memsaver
+
 from ..grpo import importance_weights, policy_loss
 from ..model import ModelConfig, checksums, random_parameters
 from ..model.folder import failing, load_parameters
 from ..model.layers import rotary_tables
-from .batch import MicroBatch, RankBatch, Sample
+from .batch import MicroBatch, RankBatch
 from .causal_lm import CausalLM
-from .statistics import TokenStatistics
+from .interface import CheckpointError, NonFiniteError, Sample, StepMetrics, TokenStatistics, TrainerConfig
 from .trainer_memory import TrainerMemory, local, own_rows
 from .weights import WeightWriter
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """Of AdamW without weight decay, so that a step without a gradient changes nothing, and of the computation.
-
-    Parameters, gradients and moments are in fp32, whatever `dtype` is.
-    """
-
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float = 1.0
-    clip: float = 0.2  # how far the policy's ratio counts, to either side of one
-    weight_cap: float = 2.0  # of the importance weights for tokens that another program sampled
-    temperature: float = 1.0  # of the sampled distribution: logits are divided by it
-    seed: int = 0  # of random initial weights
-    dtype: torch.dtype = torch.float32  # of activations and gathered parameters
-    micro_batch_tokens: int = 16384  # that pass through the model at once; a longer sequence passes alone
-    logit_chunk: int = 1024  # tokens whose logits are in memory at once
-    checkpoint_layers: bool = True  # keep a layer's input alone, and compute the rest again in the backward pass
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Figures of a step over all ranks: `loss` per token; `clipped`, the share of tokens whose ratio was clipped."""
-
-    loss: float
-    grad_norm: float  # before clipping
-    clipped: float
-
-
-METADATA = ".metadata"  # the last file of a checkpoint that is written
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read, or gone on from."""
-
-
-class NonFiniteError(RuntimeError):
-    """A step's loss or gradients are NaN or infinite. All ranks raise it, and nothing has changed."""
 
 
 class Trainer:
@@ -78,19 +42,19 @@ class Trainer:
         config: TrainerConfig,
         mesh: DeviceMesh,
         folder: Path | None = None,
-        memory: TrainerMemory | None = None,
+        region: Any = memsaver.region,
     ) -> None:
-        """`mesh` has one dimension; its process group has to exist (see `process_group`).
+        """`mesh` has one dimension; its process group has to exist (see `join`).
 
-        `folder`: of a Hugging Face checkpoint with the initial parameters; None: random ones. `memory`: by default in
-        memsaver's regions.
+        `folder`: of a Hugging Face checkpoint with the initial parameters; None: random ones. `region`: makes one of a
+        tag, a device and a backup.
         """
         self.model_config, self.config = model, config
         self.device = torch.device(mesh.device_type)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
-        self.memory = memory or TrainerMemory(self.device)
+        self.memory = TrainerMemory(self.device, region)
         with torch.device("meta"):
             self.model = CausalLM(model, config.checkpoint_layers)
         # Inputs are not cast: the rotary tables stay in fp32, as those of the engine.

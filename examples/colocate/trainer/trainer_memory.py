@@ -26,8 +26,8 @@ class TrainerMemory:
 
     BACKUPS = {"params": "host", "optimizer": "host", "grads": "none"}
 
-    def __init__(self, device: torch.device, region: Any = memsaver.region) -> None:
-        """`region`: makes one of a tag, a device and a backup. Those of other savers are in `savers.py`."""
+    def __init__(self, device: torch.device, region: Any) -> None:
+        """`region`: makes one of a tag, a device and a backup: `memsaver.region`, or that of another saver."""
         regions: dict[str, Any] = {}
         if region is memsaver.region and device.type == "cuda":  # before torch's first allocation there
             regions["torch"] = memsaver.default_pool(device=device)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..model import WeightPart, checksums
+from ..model import EngineWeights, WeightPart, checksums
 from .trainer_memory import own_rows
 
 Rows = tuple[Tensor, int]  # some rows of a parameter, and the number of the first
-
-
-class EngineWeights(NamedTuple):
-    """The weights of an engine, or of one rank of an engine with tensor parallel, by Hugging Face name."""
-
-    tensors: Mapping[str, Tensor]  # on one device
-    layout: Mapping[str, WeightPart]  # the slices of the full parameters that the tensors are: see `weight_layout`
 
 
 class WeightWriter:

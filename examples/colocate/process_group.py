@@ -1,4 +1,4 @@
-"""The ranks of the trainer, and how they find each other."""
+"""How ranks find each other: those of the trainer, or of an engine with tensor parallel."""
 
 from __future__ import annotations
 
