@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -15,10 +14,9 @@ from torch import Tensor, nn
 from .engine import Completion, EngineConfig, SamplingParams
 from .engine.scheduler import Counts
 from .engine.sequence import Sequence
-from .model import ModelConfig, WeightPart, checksums, parameter_shapes, weight_layout
+from .model import ModelConfig, WeightPart, checksums, weight_layout
 
 _BLOCK = 16  # tokens of a KV block
-_FUSED = {**dict.fromkeys("qkv", "qkv_proj"), "gate": "gate_up_proj", "up": "gate_up_proj"}
 _METRICS = {"vllm:prefix_cache_hits": "prefix_hit_tokens", "vllm:num_preemptions": "preemptions"}
 
 
@@ -58,7 +56,7 @@ class VllmEngine:
         self.weight_layout: dict[str, WeightPart] = weight_layout(model)
         (self._model,) = self._llm.apply_model(lambda model: model)
         self._constants = {name: each.clone() for name, each in self._model.named_buffers()}
-        self._parameters, self._padding = _places(self._model, parameter_shapes(model))
+        self._parameters, self._padding = _places(self._model, self.weight_layout)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         """Complete prompts of token ids, in their order."""
@@ -139,26 +137,19 @@ class VllmEngine:
         )
 
 
-def _places(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], list[Tensor]]:
+def _places(model: nn.Module, layout: Mapping[str, WeightPart]) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The rows of vLLM's parameters by Hugging Face name, and their rows of padding. Without tensor parallel.
 
-    vLLM fuses projections, in the order of `shapes`, and pads vocabularies. Raises ValueError for other parameters, as
-    those of quantized models.
+    vLLM pads vocabularies. Raises ValueError for other parameters, as those of quantized models.
     """
     own = {name: parameter.data for name, parameter in model.named_parameters()}
-    places = {name: re.sub(r"\b([qkv]|gate|up)_proj", lambda part: _FUSED[part[1]], name) for name in shapes}
-    if differing := sorted(own.keys() ^ set(places.values())):
+    used = {part.tensor: part.row + part.shape[0] for part in layout.values()}  # the last part of a tensor tells
+    if differing := sorted(own.keys() ^ used.keys()):
         raise ValueError(f"vLLM's parameters differ in {differing[0]!r}; expected those of a dense model in bf16")
-    used = Counter[str]()
-    found = {}
-    for name, place in places.items():
-        rows = shapes[name][0]
-        found[name] = own[place][used[place] : used[place] + rows]
-        used[place] += rows
-    padded = [place for place, rows in used.items() if rows < len(own[place])]
-    if layers := [place for place in padded if "layers" in place]:
+    padded = [name for name, rows in used.items() if rows < len(own[name])]
+    if layers := [name for name in padded if "layers" in name]:
         raise ValueError(f"vLLM's {layers[0]!r} has {len(own[layers[0]])} rows; expected {used[layers[0]]}")
-    return found, [own[place][used[place] :] for place in padded]
+    return {name: part.within(own) for name, part in layout.items()}, [own[name][used[name] :] for name in padded]
 
 
 def _take(request: Sequence, output: Any) -> None:

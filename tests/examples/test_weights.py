@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from examples.colocate.engine.decoder import Decoder
-from examples.colocate.model import EngineWeights, ModelConfig, checksums, parameter_shapes
+from examples.colocate.model import EngineWeights, ModelConfig, checksums, parameter_shapes, weight_layout
 from examples.colocate.process_group import join
 from examples.colocate.trainer.trainer import Trainer
 from examples.colocate.trainer.weights import WeightWriter
@@ -138,7 +138,8 @@ def test_each_weight_has_its_rows_in_the_fused_parameters_of_vllm(model: ModelCo
         fused.setdefault(place, []).append(each)
     fused["model.embed_tokens.weight"].append(torch.full((3, model.hidden_size), -1.0))  # padding
     parameters = {name: torch.nn.Parameter(torch.cat(parts)) for name, parts in fused.items()}
-    found, padding = _places(SimpleNamespace(named_parameters=parameters.items), shapes)  # type: ignore[arg-type]
+    layout = weight_layout(model)
+    found, padding = _places(SimpleNamespace(named_parameters=parameters.items), layout)  # type: ignore[arg-type]
     assert {name: tuple(each.shape) for name, each in found.items()} == shapes
     assert all(torch.equal(found[name], each) for name, each in expected.items())
     assert [(each.shape[0], bool((each == -1).all())) for each in padding] == [(3, True)]
@@ -151,4 +152,4 @@ def test_each_weight_has_its_rows_in_the_fused_parameters_of_vllm(model: ModelCo
             name = next(each for each in other if each.startswith(name))
             other[name] = torch.nn.Parameter(torch.cat((other[name], other[name])))
         with pytest.raises(ValueError, match=f"{name}.*{text}"):
-            _places(SimpleNamespace(named_parameters=other.items), shapes)  # type: ignore[arg-type]
+            _places(SimpleNamespace(named_parameters=other.items), layout)  # type: ignore[arg-type]

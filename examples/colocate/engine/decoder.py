@@ -45,9 +45,7 @@ class Decoder:
         # The last part of a tensor tells its rows.
         shapes = {part.tensor: (part.row + part.shape[0], *part.shape[1:]) for part in self.layout.values()}
         self.weights: dict[str, Tensor] = {name: weights.empty(each, config.dtype) for name, each in shapes.items()}
-        self.parameters = {
-            name: self.weights[part.tensor].narrow(0, part.row, part.shape[0]) for name, part in self.layout.items()
-        }
+        self.parameters = {name: part.within(self.weights) for name, part in self.layout.items()}
         self.tables: ops.Pair = tuple(
             buffers.empty(tuple(each.shape), each.dtype).copy_(each) for each in rotary_tables(config)
         )
@@ -66,7 +64,7 @@ class Decoder:
         weights, prefix = self.weights, f"model.layers.{layer}."
         attention = prefix + "self_attn."
         normed_TC, residual_TC = self._norm(state, prefix + "input_layernorm.weight")
-        qkv = F.linear(normed_TC, weights[attention + "qkv.weight"], weights.get(attention + "qkv.bias"))
+        qkv = F.linear(normed_TC, weights[attention + "qkv_proj.weight"], weights.get(attention + "qkv_proj.bias"))
         heads = self.num_heads, self.num_kv_heads
         qk_THD, v_TKD = qkv.unflatten(1, (-1, self.config.head_dim)).tensor_split([sum(heads)], dim=1)
         norms_D = None
@@ -82,7 +80,7 @@ class Decoder:
         delta_TC = F.linear(out_THD.flatten(1), weights[prefix + "self_attn.o_proj.weight"])
         state = residual_TC, self.parallel.all_reduce(delta_TC)
         normed_TC, residual_TC = self._norm(state, prefix + "post_attention_layernorm.weight")
-        inner = ops.swiglu(F.linear(normed_TC, weights[prefix + "mlp.gate_up.weight"]))
+        inner = ops.swiglu(F.linear(normed_TC, weights[prefix + "mlp.gate_up_proj.weight"]))
         delta_TC = F.linear(inner, weights[prefix + "mlp.down_proj.weight"])
         return residual_TC, self.parallel.all_reduce(delta_TC)
 

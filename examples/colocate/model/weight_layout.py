@@ -1,6 +1,6 @@
-"""Where the engine keeps each parameter: the slice that a rank holds, and its place among fused weights.
+"""Where an engine keeps each parameter: the slice that a rank holds, and its place among fused weights.
 
-The engine's loader, and every program that writes weights into an engine, follow this one description.
+The engine, vLLM, and every program that writes weights into them, follow this one description.
 """
 
 from __future__ import annotations
@@ -16,31 +16,30 @@ from torch import Tensor
 
 from .config import ModelConfig, parameter_shapes
 
-_FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+# As in vLLM.
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+_FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 _ROW_PARALLEL = ("o_proj", "down_proj")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class WeightPart:
-    """`length` elements from `start` along `dim` of a parameter, kept from `row` on in one of the engine's tensors."""
+    """A slice of a parameter, from `start` on along `dim`, kept from `row` on in one of the engine's tensors."""
 
-    name: str  # of the parameter, as in Hugging Face checkpoints
-    full_shape: tuple[int, ...]  # of the parameter
     dim: int
     start: int
-    length: int
+    shape: tuple[int, ...]  # of the slice
     tensor: str  # its name in the engine
     row: int
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the slice."""
-        return (*self.full_shape[: self.dim], self.length, *self.full_shape[self.dim + 1 :])
-
     def of(self, full: Tensor) -> Tensor:
         """The slice of the full parameter, a view."""
-        return full.narrow(self.dim, self.start, self.length)
+        return full.narrow(self.dim, self.start, self.shape[self.dim])
+
+    def within(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The slice where the engine keeps it, a view."""
+        return tensors[self.tensor].narrow(0, self.row, self.shape[0])
 
 
 class EngineWeights(NamedTuple):
@@ -67,9 +66,9 @@ def weight_layout(config: ModelConfig, rank: int = 0, size: int = 1) -> dict[str
         shared = dim or module in _FUSED or (module == "lm_head" and shape[0] % size == 0)
         length = shape[dim] // size if shared else shape[dim]
         tensor = ".".join((*path, _FUSED.get(module, module), kind))
-        part = WeightPart(name, shape, dim, rank * length if shared else 0, length, tensor, rows[tensor])
-        layout[name] = part
-        rows[tensor] += part.shape[0]
+        own = (*shape[:dim], length, *shape[dim + 1 :])
+        layout[name] = WeightPart(dim, rank * length if shared else 0, own, tensor, rows[tensor])
+        rows[tensor] += own[0]
     return layout
 
 

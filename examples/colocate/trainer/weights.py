@@ -54,7 +54,7 @@ def _common(rows: Rows, part: WeightPart) -> tuple[Tensor, slice]:
     if part.dim:
         return part.of(tensor), slice(begin, begin + len(tensor))
     first = max(begin, part.start)
-    last = max(first, min(begin + len(tensor), part.start + part.length))  # of nothing, `first` once more
+    last = max(first, min(begin + len(tensor), part.start + part.shape[0]))  # of nothing, `first` once more
     return tensor[first - begin : last - begin], slice(first - part.start, last - part.start)
 
 
