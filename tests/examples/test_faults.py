@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import json
 import math
 import os
@@ -65,8 +66,16 @@ Run = Callable[..., LocalLoop]
 Patch = pytest.MonkeyPatch
 
 
+@pytest.fixture(scope="module")
+def imports() -> None:
+    """Their objects stay out of the collections around each test."""
+    importlib.import_module("examples.colocate.trainer.trainer")
+    importlib.import_module("torch._dynamo")  # by the first parameter that FSDP2 shards
+    gc.freeze()
+
+
 @pytest.fixture
-def run(monkeypatch: Patch) -> Iterator[Run]:
+def run(imports: None, monkeypatch: Patch) -> Iterator[Run]:
     """Runs a loop up to the verdict. Named arguments change its recipe, "tiny" if no other is named."""
     monkeypatch.setattr(rollout, "answers", lambda calls, what, seconds: list(calls))
     made: list[LocalLoop] = []
