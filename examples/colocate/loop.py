@@ -285,7 +285,7 @@ class Loop:
         switched = sum(turn.seconds for turn in self.turns)
         self.say(
             f"step {self.steps_done} of {self.recipe.steps}: reward {rollout.reward:.3f}, loss {metrics.loss:+.4f}, "
-            f"entropy {statistics.mean('entropy'):.3f}, {rollout.length:.1f} tokens, {self.seconds['step']:.2f} s, "
+            f"entropy {statistics.entropy_N.mean():.3f}, {rollout.length:.1f} tokens, {self.seconds['step']:.2f} s, "
             f"{switched:.2f} of them in turns"
         )
 

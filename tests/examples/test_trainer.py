@@ -23,7 +23,14 @@ from examples.colocate.model.folder import FolderError, load_config
 from examples.colocate.process_group import join
 from examples.colocate.trainer.batch import RankBatch
 from examples.colocate.trainer.causal_lm import token_logprobs
-from examples.colocate.trainer.interface import CheckpointError, NonFiniteError, Sample, TokenStatistics, TrainerConfig
+from examples.colocate.trainer.interface import (
+    CheckpointError,
+    NonFiniteError,
+    Sample,
+    TokenStatistics,
+    TrainerConfig,
+    standard_errors,
+)
 from examples.colocate.trainer.trainer import Trainer
 from examples.colocate.trainer.trainer_memory import local
 from tests.examples.model_support import LLAMA3, save_model
@@ -105,7 +112,7 @@ def three_steps(config: TrainerConfig, given: list[Sample], model: ModelConfig =
     dealt, statistics = trainer.recompute(given)
     metrics = [trainer.train_step(dealt, 1e-3), trainer.train_step(dealt, 1e-3), trainer.warm_up(given, 1e-3)]
     figures = [number for each in metrics for number in (each.loss, each.grad_norm, each.clipped)]
-    return [*figures, statistics.gap, statistics.entropy, statistics.surprise, statistics.variance], trainer
+    return [*figures, float(statistics.gap_N.sum()), float(statistics.entropy_N.sum()), *statistics.surprise], trainer
 
 
 @pytest.fixture(scope="module")
@@ -187,10 +194,9 @@ def test_recomputed_behaviour_is_the_trainers_and_the_gap_becomes_weights(traine
         assert torch.allclose(found.micro_batches[0].weights_N, torch.tensor(min(math.exp(shift), 2.0)), rtol=1e-4)
     found, gap = trainer.recompute(engine)
     counts = [len(each.completion) for each in given]
-    assert gap.largest_gap == pytest.approx(90.0) and gap.tokens == found.num_targets == sum(counts)
+    assert float(gap.gap_N.max()) == pytest.approx(90.0) and len(gap.gap_N) == found.num_targets == sum(counts)
     total = 0.3 * (counts[0] + counts[1]) + 90.0 * counts[2]
-    assert gap.mean("gap") == pytest.approx(total / gap.tokens, rel=1e-4)
-    assert (gap.capped, gap.mean("capped")) == (counts[2], counts[2] / gap.tokens)
+    assert float(gap.gap_N.sum()) == pytest.approx(total, rel=1e-4)
     # The policy is compared with itself: nothing is clipped, however far off the engine is.
     trainer.reset_optimizer()
     assert trainer.train_step(found, 0.0).clipped == 0.0
@@ -224,29 +230,27 @@ def test_statistics_see_a_sampler_of_another_temperature() -> None:
     entropy = -(logprobs.exp() * logprobs).sum(-1)
     variance = (logprobs.exp() * logprobs.square()).sum(-1) - entropy.square()
 
-    def sampled(temperature: float) -> TokenStatistics:
+    def sampled(temperature: float) -> float:
         tokens = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
         policy = logprobs.gather(1, tokens)[:, 0]
-        parts = [TokenStatistics.of(policy[part], policy[part], entropy[part], variance[part], 2.0) for part in halves]
-        return TokenStatistics.joined(parts)
+        parts = [TokenStatistics(policy[part], policy[part], entropy[part], variance[part]) for part in halves]
+        return standard_errors(*TokenStatistics.joined(parts).surprise)
 
     halves = (slice(0, 1000), slice(1000, 4000))
-    assert abs(sampled(1.0).z) < 3 and abs(sampled(1.0).z) < 3
-    assert sampled(0.9).z < -4 and sampled(1.1).z > 4
-    assert sampled(1.0).mean("entropy") == pytest.approx(entropy.mean().item(), rel=1e-5)
+    assert abs(sampled(1.0)) < 3 and abs(sampled(1.0)) < 3
+    assert sampled(0.9) < -4 and sampled(1.1) > 4
 
 
 def test_a_gap_that_is_not_a_number_is_not_lost_beside_others() -> None:
     policy, ones = torch.tensor([-1.0, -2.0]), torch.ones(2)
-    good = TokenStatistics.of(policy, policy, ones, ones, 2.0)
-    bad = TokenStatistics.of(policy, torch.tensor([-1.0, math.nan]), ones, ones, 2.0)
-    empty = torch.zeros(0)
-    none = TokenStatistics.of(empty, empty, empty, empty, 2.0)
+    good = TokenStatistics(policy, policy, ones, ones)
+    bad = TokenStatistics(policy, torch.tensor([-1.0, math.nan]), ones, ones)
+    none = TokenStatistics(*torch.zeros(4, 0))
     for parts in ([good, bad, none], [bad, good], [none, good, bad, good]):
         joined = TokenStatistics.joined(parts)
-        assert math.isnan(joined.largest_gap) and math.isnan(joined.mean("gap"))
-    assert TokenStatistics.joined([good, none, good]).largest_gap == 0.0
-    assert good.z == pytest.approx(1 / math.sqrt(2)) and none.z == none.mean("entropy") == 0.0
+        assert joined.gap_N.max().isnan() and joined.gap_N.mean().isnan()
+    assert TokenStatistics.joined([good, none, good]).gap_N.tolist() == [0.0] * 4
+    assert standard_errors(*good.surprise) == pytest.approx(1 / math.sqrt(2)) and standard_errors(*none.surprise) == 0.0
 
 
 def poisoned(given: list[Sample], row: int) -> list[Sample]:
@@ -280,8 +284,8 @@ def test_the_engine_agrees_about_tokens_it_sampled(temperature: float) -> None:
     prompts = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]] * 8
     done = engine.generate(prompts, SamplingParams(temperature, max_new_tokens=12))
     _, statistics = trainer.recompute([Sample(each.prompt, each.tokens, each.logprobs) for each in done])
-    assert statistics.tokens == 32 * 12 and statistics.largest_gap < 1e-4
-    assert abs(statistics.z) < 4
+    assert len(statistics.gap_N) == 32 * 12 and float(statistics.gap_N.max()) < 1e-4
+    assert abs(standard_errors(*statistics.surprise)) < 4
 
 
 def test_a_trainer_continues_from_its_checkpoint(trainer: Trainer, tmp_path: Path) -> None:

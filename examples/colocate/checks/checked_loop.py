@@ -20,7 +20,7 @@ from ..options import Options
 from ..recipes import Recipe
 from ..rollout import Rollout
 from ..task import Task
-from ..trainer.interface import Sample, StepMetrics, TokenStatistics
+from ..trainer.interface import Sample, StepMetrics, TokenStatistics, standard_errors
 from .checked_actors import CheckedEngine, CheckedTrainer, CheckError
 
 # Nats between the engine's log-probability of a token and the trainer's: of one token at most, and in the mean. Wrong
@@ -41,7 +41,7 @@ class CheckedLoop(Loop):
         self.bounds = GAP_BOUNDS[torch.float32 if self.exact else torch.bfloat16]
         self.passed: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()  # of the engines, over all steps
-        self.statistics = TokenStatistics()  # of all steps
+        self.surprise = [0.0, 0.0]  # of all steps: see TokenStatistics
 
     def join(self, engine: list[str], trainer: list[str]) -> None:
         super().join(engine, trainer)
@@ -100,12 +100,12 @@ class CheckedLoop(Loop):
     def train(self, samples: Sequence[Sample]) -> tuple[StepMetrics, TokenStatistics]:
         """The tokens are those of the trainer's policy, and each update is applied once."""
         metrics, found = super().train(samples)
-        most, mean = self.bounds
-        is_near = found.largest_gap <= most and found.mean("gap") <= mean  # False for NaN
-        text = f"they differ by {found.largest_gap:.2g} nats at most and {found.mean('gap'):.2g} in the mean"
+        (most, mean), largest_gap, mean_gap = self.bounds, float(found.gap_N.max()), float(found.gap_N.mean())
+        is_near = largest_gap <= most and mean_gap <= mean  # False for NaN
+        text = f"they differ by {largest_gap:.2g} nats at most and {mean_gap:.2g} in the mean"
         self.check("log-probabilities agree", is_near, f"{text}; expected {most:g} and {mean:g}")
-        self.statistics = TokenStatistics.joined([self.statistics, found])
-        z = self.statistics.z
+        self.surprise = [sum(pair) for pair in zip(self.surprise, found.surprise)]
+        z = standard_errors(*self.surprise)
         text = f"mean(-log p) is {z:+.1f} standard errors from the entropy; expected {Z_BOUND:g} at most"
         self.check("tokens are the policy's", abs(z) <= Z_BOUND, text)
         due = (self.steps_done + 1) * self.recipe.minibatches
@@ -119,6 +119,7 @@ class CheckedLoop(Loop):
         now = self._count()
         self.counts += now - self._counted
         counts, self._counted = now - self._counted, now
+        capped_N = statistics.policy_N - statistics.sampler_N > math.log(self.recipe.trainer.weight_cap)
         moved = {
             turn.phase: [sum(each.copied_bytes for ranks in side.values() for each in ranks) for side in sides]
             for turn in self.turns
@@ -129,10 +130,12 @@ class CheckedLoop(Loop):
                 "step": self.steps_done,
                 **{name: getattr(rollout, name) for name in ("reward", "length", "truncated")},
                 **asdict(metrics),
-                **{name: statistics.mean(name) for name in ("entropy", "gap", "capped")},
-                "largest_gap": statistics.largest_gap,
-                "tokens": statistics.tokens,
-                "z": self.statistics.z,
+                "entropy": float(statistics.entropy_N.mean()),
+                "gap": float(statistics.gap_N.mean()),
+                "capped": float(capped_N.double().mean()),
+                "largest_gap": float(statistics.gap_N.max()),
+                "tokens": len(statistics.gap_N),
+                "z": standard_errors(*self.surprise),
                 "seconds": {**self.seconds, "turns": {turn.phase: turn.seconds for turn in self.turns}},
                 "tokens_per_second": rollout.num_tokens / self.seconds["rollout"],
                 "moved": moved,  # by phase: bytes out and in of the turn into it

@@ -37,8 +37,10 @@ class Checkpoints:
                 found, expected = (each.get(name, "not there") for each in (state["settings"], settings))
                 if found != expected:
                     raise CheckpointError(f"{path}: {name} is {found!r}; expected {expected!r}, as in this run")
-        elif self.latest() is not None:
-            raise CheckpointError(f"there is {str(self.latest())!r} already; expected a folder without, or --resume")
+        elif self.complete:
+            raise CheckpointError(
+                f"there is {str(self.complete[-1])!r} already; expected a folder without, or --resume"
+            )
 
     def begin(self, step: int) -> Path:
         """Make a folder for the trainer's state. Removes those that are not complete."""
@@ -63,26 +65,24 @@ class Checkpoints:
         _sync(partial)
         partial.rename(path)
         _sync(self.folder)
-        for old in self._complete()[:-_KEPT]:
+        for old in self.complete[:-_KEPT]:
             shutil.rmtree(old)
         return path
 
-    def latest(self) -> Path | None:
-        """The newest complete one."""
-        return next(reversed(self._complete()), None)
+    @property
+    def complete(self) -> list[Path]:
+        """The newest comes last."""
+        return sorted(self.folder.glob("step-*"))
 
     def newest(self) -> tuple[Path, dict[str, Any]]:
         """And its `loop.json`. Raises CheckpointError if there is none, or an unreadable one."""
-        path = self.latest()
-        if path is None:
+        if not self.complete:
             raise CheckpointError(f"{str(self.folder)!r} has no complete checkpoint; expected a folder step-NNNNNNNN")
+        path = self.complete[-1]
         try:
             return path, json.loads((path / _STATE).read_text())
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{str(path)!r} cannot be read; expected the file of a run: {error!r}") from error
-
-    def _complete(self) -> list[Path]:
-        return sorted(self.folder.glob("step-*"))
 
 
 def _sync(folder: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -120,7 +119,7 @@ class RecoverableLoop(CheckedLoop):
             "task": self.task.draws.getstate(),
             "engines": self.ask("engine.random_state.tolist"),
             "warm": self.warm,
-            "statistics": asdict(self.statistics),
+            "surprise": self.surprise,
             "counts": self.counts,
         }
         self.say(f"checkpoint: {self.checkpoints.commit(state)}")
@@ -133,7 +132,7 @@ class RecoverableLoop(CheckedLoop):
         self.enter("train")
         self.ask("trainer.load", path)
         self.steps_done, self.warm = state["step"], state["warm"]
-        self.statistics, self.counts = TokenStatistics(**state["statistics"]), Counter(state["counts"])
+        self.surprise, self.counts = state["surprise"], Counter(state["counts"])
         self.bring_weights()
         self.call("engine", "set_random_state", state["engines"])
         self.task.set_random_state(state["task"])
@@ -143,7 +142,7 @@ class RecoverableLoop(CheckedLoop):
 
     def _replace_lost(self, error: Exception) -> None:
         """Replace all actors of each role in which one has died. Raises the error if none has."""
-        if self.checkpoints is None or self.checkpoints.latest() is None or self._losses >= _MOST_LOSSES:
+        if self.checkpoints is None or not self.checkpoints.complete or self._losses >= _MOST_LOSSES:
             raise error
         lost = self._lost()
         if not lost:

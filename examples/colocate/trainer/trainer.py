@@ -95,13 +95,12 @@ class Trainer:
         computes with other kernels and perhaps in another dtype, becomes the tokens' importance weights, truncated at
         `weight_cap`.
         """
-        dealt, cap = self.deal(samples), self.config.weight_cap
-        found, parts = [], []
+        dealt, found, parts = self.deal(samples), [], []
         with torch.no_grad():
             for each in dealt.micro_batches:
                 policy_N, entropy_N, variance_N = self._forward(each, self.config.temperature, True)
-                weights_N = importance_weights(policy_N, each.behaviour_N, cap)
-                parts.append(TokenStatistics.of(policy_N, each.behaviour_N, entropy_N, variance_N, cap))
+                weights_N = importance_weights(policy_N, each.behaviour_N, self.config.weight_cap)
+                parts.append(TokenStatistics(policy_N, each.behaviour_N, entropy_N, variance_N))
                 found.append(replace(each, behaviour_N=policy_N, weights_N=weights_N))
         self._reshard()  # without a backward pass the root would stay gathered, and get stale
         return replace(dealt, micro_batches=found), TokenStatistics.joined(parts)
