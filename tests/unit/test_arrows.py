@@ -127,6 +127,8 @@ def test_engine_and_trainer_do_not_import_each_other(path: Path) -> None:
     whole = re.search(rf"^ *(?:from {up} import|(?:from|import) examples(?:\.colocate)? )", text, flags=re.MULTILINE)
     if part in COLOCATE:
         assert {*named} <= COLOCATE[part] and whole is None, path
+    if part != "trainer":  # its other modules import FSDP2 into processes that have no trainer
+        assert set(re.findall(rf"^from {up}trainer(\S*)", text, flags=re.MULTILINE)) <= {".interface"}, path
 
 
 def test_importing_memsaver_loads_neither_torch_nor_ray() -> None:
