@@ -21,18 +21,7 @@ from memsaver import _core, _results
 from memsaver.transitions import prepare_pause
 from tests import controls
 from tests.pool_support import LAZY
-from tests.support import (
-    MIB,
-    PAGE,
-    Block,
-    Fill,
-    Make,
-    blocks,
-    check,
-    free_bytes,
-    host_used_bytes,
-    until,
-)
+from tests.support import MIB, PAGE, Block, Fill, Make, blocks, check, free_bytes, host_used_bytes, until
 
 CHUNK = PAGE
 LARGE = 32 * MIB  # four in a batch of copies ahead, two in one of a pause

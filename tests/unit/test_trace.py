@@ -25,18 +25,7 @@ from memsaver.trace.picture import MOVING, samples
 from memsaver.trace.writer import IDLE
 from memsaver.transitions import prepare_pause
 from tests.pool_support import Running, Worker
-from tests.support import (
-    MIB,
-    Block,
-    Fill,
-    Make,
-    check,
-    environment,
-    fresh_device,
-    run_clean,
-    run_program,
-    until,
-)
+from tests.support import MIB, Block, Fill, Make, check, environment, fresh_device, run_clean, run_program, until
 
 Event = dict[str, Any]
 
