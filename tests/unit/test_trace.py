@@ -195,34 +195,23 @@ def test_a_wait_has_its_bytes_and_the_process_that_holds_them(turned: Turned) ->
     assert resume["ts"] <= begin["ts"] < second["ts"] < ended["ts"] <= end(resume)
 
 
-def test_transitions_have_their_stages_and_copies_with_bytes(turned: Turned) -> None:
+def test_transitions_have_their_stages_and_copies_and_memory_by_owner_is_a_counter(turned: Turned) -> None:
     events = read(map(str, turned.files)).events
     pause, resume = named(events, "pause kv")[0], only(events, "resume params")
     assert stages(events, pause) == ["queue", "readers", "launches", "device", "backup", "move"]
     assert stages(events, resume) == ["queue", "readers", "launches", "memory", "move"]
     assert (pause["args"]["outcome"], pause["args"]["released_bytes"]) == ("done", 96 * MIB)
-    inner = [each for each in events if each.get("cat") == "stage" and each["pid"] == turned.trainer][-5:]
-    assert [each["ts"] for each in inner[1:]] == [end(each) for each in inner[:-1]]
-    out = named(events, "copies out", pid=turned.engine)
-    back = named(events, "copies in")
+    out, back = named(events, "copies out", pid=turned.engine), named(events, "copies in")
     assert [each["args"]["bytes"] for each in out] == [96 * MIB, 96 * MIB]
     assert [(each["pid"], each["args"]["bytes"]) for each in back] == [
         (turned.engine, 96 * MIB), (turned.trainer, 64 * MIB), (turned.engine, 96 * MIB)
     ]  # fmt: skip
-    assert pause["ts"] <= out[0]["ts"] and end(out[0]) <= end(pause)
-    assert resume["ts"] <= back[1]["ts"] and end(back[1]) <= end(resume)
-    assert out[0]["tid"] != back[0]["tid"] != pause["tid"]
-
-
-def test_memory_by_owner_is_a_counter(turned: Turned) -> None:
-    events = read(map(str, turned.files)).events
+    for copies, move in ((out[0], pause), (back[1], resume)):
+        assert move["ts"] <= copies["ts"] and end(copies) <= end(move) and copies["tid"] != move["tid"]
     name = f"memory cpu {turned.uuid}"
-    assert [each["args"] for each in named(events, name, pid=turned.engine)] == [
-        {"kv": 96 * MIB}, {"kv": 0}, {"kv": 96 * MIB}, {"kv": 0}, {"kv": 96 * MIB}
-    ]  # fmt: skip
-    assert [each["args"] for each in named(events, name, pid=turned.trainer)] == [
-        {"params": 64 * MIB}, {"params": 0}, {"params": 64 * MIB}
-    ]  # fmt: skip
+    kv = [each["args"]["kv"] // MIB for each in named(events, name, pid=turned.engine)]
+    params = [each["args"]["params"] // MIB for each in named(events, name, pid=turned.trainer)]
+    assert (kv, params) == ([96, 0, 96, 0, 96], [64, 0, 64])
     loans = named(events, f"loans cpu {turned.uuid}", pid=turned.broker)
     own = [nbytes for each in loans for owner, nbytes in each["args"].items() if owner.endswith(f"({turned.engine})")]
     assert {0, 96 * MIB} <= {*own} and max(own) == 96 * MIB
@@ -269,45 +258,16 @@ def test_the_picture_has_each_owner_and_a_killed_process_holds_nothing(turned: T
     assert any(held.get(f"{name} {turned.trainer}: {MOVING}") for _, held in found)  # before its first transition
 
 
-def test_a_failed_an_aborted_and_a_dropped_transition_are_in_the_trace(make: Make, file: Path) -> None:
-    region = make("host")
-    block = Block(region, MIB)
-    prepare_pause(region.tag).abort()
-    prepared = prepare_pause(region.tag)
-    del prepared
-    with memsaver.capturing(), pytest.raises(memsaver.Error):
-        region.pause()
-    outcomes = [each["args"]["outcome"] for each in named(of(file), f"pause {region.tag}")]
-    assert outcomes == ["aborted", "aborted", "failed"]
-    assert named(of(file), f"pause {region.tag}")[-1]["args"]["error"].startswith("Error: a CUDA graph is being")
-    check_format(of(file))
-    block.check()
-
-
-def test_transitions_side_by_side_have_tracks_of_their_own(make: Make, file: Path) -> None:
-    first, second = make("host"), make("host")
-    blocks = [Block(first, MIB), Block(second, MIB)]
-    prepared = prepare_pause(first.tag)
-    second.pause()
-    prepared.commit()
-    second.resume()
-    events = of(file)
-    check_format(events)
-    tracks = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
-    found = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "transition"]
-    assert found == ["transitions 2", "transitions", "transitions"]  # the first one ends after the second
-    copies = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "copies"]
-    assert sorted(copies) == ["cpu copies in", "cpu copies out", "cpu copies out 2"]
-    first.resume()
-    check(blocks)
-
-
 @pytest.mark.parametrize("how", ["pause", "allocation", "ahead"])
 def test_copies_of_offered_contents_are_in_the_trace_and_the_sums(make: Make, file: Path, how: str) -> None:
+    """Offered chunks have an owner of their own in the counters."""
     region = make("host")
     block = Block(region, 2 * MIB)
     other = make("none")
     region.pause(lazy=True)
+    counters = [each["args"] for each in of(file) if each.get("cat") == "memory"]
+    offered = f"{region.tag} (offered)"
+    assert [(each[region.tag], each.get(offered)) for each in counters[-2:]] == [(2 * MIB, None), (0, 2 * MIB)]
     before, began = _results.totals(), time.monotonic()
     if how == "pause":
         region.pause()
@@ -328,6 +288,11 @@ def test_copies_of_offered_contents_are_in_the_trace_and_the_sums(make: Make, fi
     assert after["copies_bytes", "out"] - before.get(("copies_bytes", "out"), 0) == 2 * MIB
     region.resume()
     block.check()
+    del block
+    region.close()
+    other.pause()
+    last = [each["args"] for each in of(file) if each.get("cat") == "memory"][-1]
+    assert (last[region.tag], last[offered]) == (0, 0)
 
 
 def test_waits_for_the_driver_and_for_readers_have_their_bytes(make: Make, file: Path) -> None:
@@ -379,26 +344,14 @@ def slow() -> memsaver.Guest:
     return Slow("slow", "slow")
 
 
-def test_phases_begin_and_end(make: Make, file: Path) -> None:
-    rollout, train = make("host"), make("host")
-    memsaver.define_phase("rollout", rollout)
-    memsaver.define_phase("train", train)
-    for name in ("rollout", "train"):
-        with memsaver.phase(name):
-            pass
-    events = of(file)
-    check_format(events)
-    marks = [(each["ph"], each["name"]) for each in events if each.get("cat") == "phase"]
-    assert marks == [("B", "rollout"), ("E", "rollout"), ("B", "train"), ("E", "train")]
-    moves = [each for each in events if each.get("cat") == "transition"]
-    assert end(moves[0]) <= only(events, "rollout", ph="B")["ts"]
-
-
-def test_turns_and_phases_of_a_group_are_in_the_trace(make: Make, file: Path) -> None:
+def test_phases_and_turns_of_a_group_are_in_the_trace(make: Make, file: Path) -> None:
     pytest.importorskip("ray")
     from memsaver.ray import Colocated, Group
 
     region = make("host")
+    memsaver.define_phase("own", region)
+    with memsaver.phase("own"):
+        pass
     group = Group(engine=Colocated(), phases={"rollout": {"engine": [region.tag]}, "train": {"engine": []}})
     group.enter("rollout")
     group.enter("train")
@@ -409,8 +362,8 @@ def test_turns_and_phases_of_a_group_are_in_the_trace(make: Make, file: Path) ->
     check_format(events)
     marks = [(each["ph"], each["name"]) for each in events if each.get("cat") in ("phase", "turn")]
     assert marks == [
-        ("X", "turn to rollout"), ("B", "rollout"), ("E", "rollout"), ("X", "turn to train"), ("B", "train"),
-        ("X", "turn to b"),
+        ("B", "own"), ("E", "own"), ("X", "turn to rollout"), ("B", "rollout"), ("E", "rollout"),
+        ("X", "turn to train"), ("B", "train"), ("X", "turn to b"),
     ]  # fmt: skip
     assert "is being captured" in only(events, "turn to b")["args"]["error"]
     assert only(events, "turn to train")["args"]["error"] is None
@@ -445,23 +398,6 @@ def test_processes_can_share_a_file_and_a_broker_that_a_client_starts_writes_too
     for each in resumes:  # a process that exits holds nothing
         last = [event for event in events if event.get("cat") == "memory" and event["pid"] == each["pid"]][-1]
         assert last["args"] == {"kv": 0}
-
-
-def test_offered_chunks_are_owners_of_their_own_and_closed_regions_hold_nothing(make: Make, file: Path) -> None:
-    region, other = make("host"), make("host")
-    block = Block(region, 2 * MIB)
-    region.pause(lazy=True)
-    region.resume()
-    block.check()
-    del block
-    counters = [each["args"] for each in of(file) if each.get("cat") == "memory"]
-    offered = f"{region.tag} (offered)"
-    assert [(each[region.tag], each.get(offered)) for each in counters[-3:]] == [
-        (2 * MIB, None), (0, 2 * MIB), (2 * MIB, 0)
-    ]  # fmt: skip
-    region.close()
-    other.pause()
-    assert [each["args"] for each in of(file) if each.get("cat") == "memory"][-1][region.tag] == 0
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Make) -> None:
@@ -533,37 +469,45 @@ def ranges(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranges]:
     memsaver.configure(nvtx=False)
 
 
-def test_each_transition_is_a_range_of_nvtx_however_it_ends(make: Make, ranges: Ranges) -> None:
+def test_each_transition_is_in_the_trace_and_a_range_of_nvtx_however_it_ends(
+    make: Make, file: Path, ranges: Ranges, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that are under way at the same time have tracks of their own."""
     region, other = make("host"), make("host")
+    blocks = [Block(region, MIB), Block(other, MIB)]
     prepared = prepare_pause(region.tag)
     assert (ranges.begun, ranges.ended) == ([f"pause {region.tag}"], [])
+    other.pause()
     prepared.commit()
-    assert ranges.ended == [1]
-    memsaver.start(pause=other, resume=region).result(60)
-    memsaver.resume([region, other])
+    assert ranges.ended == [2, 1]
+    memsaver.start(pause=region, resume=other).result(60)
+    region.resume()
     prepare_pause(region.tag).abort()
     prepared = prepare_pause(region.tag)
     del prepared
     with memsaver.capturing(), pytest.raises(memsaver.Error):
         region.pause()
     pause = f"pause {region.tag}"
-    assert ranges.begun[1:] == [f"{pause[:5]} {other.tag}; resume {region.tag}", ranges.begun[2], pause, pause, pause]
-    assert ranges.begun[2] in (f"resume {region.tag}, {other.tag}", f"resume {other.tag}, {region.tag}")
-    assert ranges.ended == [1, 2, 3, 4, 5, 6]
-    memsaver.configure(nvtx=False)
-    region.pause()
-    assert len(ranges.begun) == 6
-
-
-def test_an_error_of_nvtx_ends_the_ranges_and_is_logged(
-    make: Make, ranges: Ranges, caplog: pytest.LogCaptureFixture
-) -> None:
-    region, ranges.error = make("host"), RuntimeError("no CUDA build")
+    assert ranges.begun[1:3] == [f"pause {other.tag}", f"{pause}; resume {other.tag}"]
+    assert ranges.begun[3:] == [f"resume {region.tag}", pause, pause, pause]
+    assert ranges.ended == [2, 1, 3, 4, 5, 6, 7]
+    events = of(file)
+    check_format(events)
+    assert [each["args"]["outcome"] for each in named(events, pause)] == ["done", "aborted", "aborted", "failed"]
+    assert named(events, pause)[-1]["args"]["error"].startswith("Error: a CUDA graph is being")
+    tracks = {(each["pid"], each["tid"]): each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    found = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "transition"]
+    assert found[:3] == ["transitions 2", "transitions", "transitions"]  # the first one ends after the second
+    copies = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "copies"]
+    assert {*copies} == {"cpu copies in", "cpu copies out", "cpu copies out 2"}
+    ranges.error = RuntimeError("no CUDA build")
     with caplog.at_level(logging.ERROR, logger="memsaver"):
         assert region.pause().paused == region.resume().resumed == (region.tag,)
     assert [each.getMessage() for each in caplog.records] == [
         "the ranges of NVTX end: RuntimeError('no CUDA build'); expected torch's build for CUDA, or the package nvtx"
     ]
+    assert len(ranges.begun) == 7
+    check(blocks)
 
 
 def test_without_torch_the_package_nvtx_has_the_ranges() -> None:
