@@ -68,15 +68,28 @@ def moves(calls: list[str]) -> list[str]:
 def test_guests_leave_in_order_before_the_regions_and_come_back_in_reverse(
     make: Make, visit: Visit, calls: list[str]
 ) -> None:
+    """In the second half of a pause, for which memory was reserved."""
     region = make("host")
-    block = Block(region, MIB)
+    block = Block(region, host_held_bytes() - host_used_bytes() + 5 * MIB)  # more than the idle bytes
     late = visit("late", region.tag, order=1)
     visit("first", region.tag)
     visit("second", region.tag)
+    rows = [(each.name, each.tags, each.order, each.state, each.nbytes) for each in memsaver.stats().guests]
+    assert rows == [(name, (region.tag,), name == "late", "here", 0) for name in ("first", "second", "late")]
+    assert memsaver.stats().asdict()["guests"][0]["name"] == "first"
+    prepared = ["first prepare", "second prepare", "late prepare"]
+    memsaver.configure(host_limit=0)
+    with pytest.raises(memsaver.BackupError):
+        region.pause()
+    memsaver.configure(host_limit=None)
+    prepare_pause(region.tag).abort()
+    assert calls == prepared * 2
     mapped: list[int] = []
     late.then = lambda call: mapped.append(region.mapped_bytes)
-    assert region.pause().paused == (region.tag,)
-    assert calls[:3] == ["first prepare", "second prepare", "late prepare"]
+    del calls[:]
+    pause = prepare_pause(region.tag)
+    assert calls == prepared
+    assert pause.commit().paused == (region.tag,)
     assert calls[3:] == ["first leave", "second leave", "late leave"]
     assert mapped[-1] > 0  # the region was still there
     del calls[:]
@@ -195,30 +208,7 @@ def test_guest_that_cannot_come_back_is_named_and_a_repeated_resume_continues(
     assert set(states().values()) == {"here"}
 
 
-def test_guests_stay_if_memory_cannot_be_reserved(make: Make, visit: Visit, calls: list[str]) -> None:
-    region = make("host")
-    held = Block(region, host_held_bytes() - host_used_bytes() + 5 * MIB)  # more than the idle bytes
-    visit("guest", region.tag)
-    memsaver.configure(host_limit=0)
-    with pytest.raises(memsaver.BackupError):
-        region.pause()
-    assert calls == ["guest prepare"]
-    held.check()
-
-
-# Two halves, phases, background
-
-
-def test_guests_leave_in_the_second_half_of_a_prepared_pause(make: Make, visit: Visit, calls: list[str]) -> None:
-    region = make("host")
-    visit("guest", region.tag)
-    prepare_pause(region.tag).abort()
-    assert calls == ["guest prepare"]
-    prepared = prepare_pause(region.tag)
-    assert moves(calls) == []
-    prepared.commit()
-    assert moves(calls) == ["guest leave"]
-    region.resume()
+# Phases, background
 
 
 def test_phases_move_guests_with_their_tags(
@@ -287,18 +277,6 @@ def test_guest_that_moves_guests_raises_instead_of_waiting_for_itself(make: Make
 # The register
 
 
-def test_stats_list_guests_in_their_order(visit: Visit, fresh_tag: Callable[[], str]) -> None:
-    tags = [fresh_tag(), fresh_tag()]
-    visit("last", tags, order=5)
-    visit("first", tags[0], order=-1)
-    rows = memsaver.stats().guests
-    assert [(each.name, each.tags, each.order, each.state, each.nbytes) for each in rows] == [
-        ("first", (tags[0],), -1, "here", 0),
-        ("last", tuple(tags), 5, "here", 0),
-    ]
-    assert memsaver.stats().asdict()["guests"][0]["name"] == "first"
-
-
 def test_guest_that_is_away_can_be_removed(make: Make, visit: Visit, calls: list[str]) -> None:
     region = make()
     guest = Noted("guest", region.tag, calls)
@@ -313,23 +291,18 @@ def test_guest_that_is_away_can_be_removed(make: Make, visit: Visit, calls: list
         memsaver.unregister(guest)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "order", "kind", "text"),
-    [
-        (("", "tag"), 0, TypeError, "name is ''"),
-        ((3, "tag"), 0, TypeError, "name is 3"),
-        (("guest", []), 0, ValueError, "tags is \\[\\]"),
-        (("guest", 3), 0, TypeError, "tags is 3"),
-        (("guest", [""]), 0, ValueError, "tag is ''"),
-        (("guest", "tag"), 1.5, TypeError, "order is 1.5"),
-    ],
-)
-def test_wrong_arguments_of_a_guest_raise(arguments: tuple[str, str], order: int, kind: type, text: str) -> None:
-    with pytest.raises(kind, match=text):
-        memsaver.Guest(*arguments, order=order)
-
-
-def test_only_guests_register() -> None:
+def test_wrong_arguments_of_a_guest_raise() -> None:
+    wrong: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        (("", "tag"), {}, TypeError, "name is ''"),
+        ((3, "tag"), {}, TypeError, "name is 3"),
+        (("guest", []), {}, ValueError, "tags is \\[\\]"),
+        (("guest", 3), {}, TypeError, "tags is 3"),
+        (("guest", [""]), {}, ValueError, "tag is ''"),
+        (("guest", "tag"), {"order": 1.5}, TypeError, "order is 1.5"),
+    ]
+    for arguments, options, kind, text in wrong:
+        with pytest.raises(kind, match=text):
+            memsaver.Guest(*arguments, **options)
     with pytest.raises(TypeError, match="expected a memsaver.Guest"):
         memsaver.register("guest")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^guest 'plain' is a Guest without leave\(\), expected an override$"):
@@ -337,37 +310,20 @@ def test_only_guests_register() -> None:
     assert memsaver.stats().guests == []
 
 
-# Workspaces of cuBLAS
-
-
-@pytest.fixture
-def workspaces(tag: str) -> str:
-    """The tag of the guest."""
+def test_workspaces_are_cleared_before_the_cache_in_a_pause(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a torch with CUDA that has used it."""
+    cleared: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_cuda)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cleared.append("empty cache"))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append("clear"), raising=False)
     memsaver.register(Workspaces(tag))
-    return tag
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls to a torch with CUDA."""
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty cache"))
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("clear"), raising=False)
-    return calls
-
-
-def test_workspaces_are_cleared_before_the_cache_in_a_pause(workspaces: str, cuda: list[str]) -> None:
-    with memsaver.capturing():
-        with pytest.raises(memsaver.GuestError, match="a graph is being captured"):
-            memsaver.pause(workspaces)
-    assert cuda == []
-    memsaver.pause(workspaces)
-    memsaver.resume(workspaces)
-    assert cuda == ["clear", "empty cache"]
-
-
-def test_without_cuda_workspaces_do_nothing(workspaces: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("called"))
-    assert memsaver.pause(workspaces).paused == (workspaces,)
+    uses_cuda = False
+    memsaver.pause(tag)
+    memsaver.resume(tag)
+    uses_cuda = True
+    with memsaver.capturing(), pytest.raises(memsaver.GuestError, match="a graph is being captured"):
+        memsaver.pause(tag)
+    assert cleared == []
+    memsaver.pause(tag)
+    memsaver.resume(tag)
+    assert cleared == ["clear", "empty cache"]

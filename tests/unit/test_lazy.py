@@ -63,6 +63,16 @@ def test_turns_of_sides_that_both_fit_copy_nothing(make: Make) -> None:
         with pytest.raises(memsaver.RegionPausedError):
             out.empty(1)
     assert (host_used_bytes(), free_bytes()) == (memory, free)
+    [stats] = [each for each in memsaver.stats().devices["cpu"].regions if each.tag == one.tag]
+    assert (stats.mapped_bytes, stats.offered_bytes, stats.backup_bytes) == (0, 4 * CHUNK, 0)
+    ledger = memsaver.stats().devices["cpu"].ledger
+    [row] = [each for each in ledger.rows if each.label == one.tag]
+    assert (row.kind, row.bytes) == ("offered", 4 * CHUNK)
+    assert sum(each.bytes for each in ledger.rows) == ledger.used_bytes
+    with Fill(leave=0):
+        with pytest.raises(memsaver.OutOfMemoryError):
+            make("none").empty(64 * CHUNK, torch.uint8)
+        assert one.offered_bytes == 0  # it was given, and did not suffice
     one.resume()
     check(held)
     del other
@@ -85,38 +95,6 @@ def test_a_demand_takes_what_it_lacks_and_a_resume_copies_only_that_back(make: M
         assert two.backup_bytes <= 3 * LARGE
     two.resume()
     check(held + more)
-
-
-def test_offers_are_in_the_figures_and_no_reason_for_out_of_memory(make: Make) -> None:
-    region, held = lazily(make)
-    [stats] = [each for each in memsaver.stats().devices["cpu"].regions if each.tag == region.tag]
-    assert (stats.mapped_bytes, stats.offered_bytes, stats.backup_bytes) == (0, 4 * CHUNK, 0)
-    ledger = memsaver.stats().devices["cpu"].ledger
-    [row] = [each for each in ledger.rows if each.label == region.tag]
-    assert (row.kind, row.bytes) == ("offered", 4 * CHUNK)
-    assert sum(each.bytes for each in ledger.rows) == ledger.used_bytes
-    assert f"offered {region.tag}" in str(memsaver.stats())
-    with Fill(leave=0):
-        with pytest.raises(memsaver.OutOfMemoryError):
-            make("none").empty(20 * CHUNK, torch.uint8)
-        assert region.offered_bytes == 0  # it was given, and did not suffice
-    region.resume()
-    check(held)
-
-
-def test_a_pause_that_is_not_lazy_copies_the_rest(make: Make) -> None:
-    region, held = lazily(make)
-    free = free_bytes()
-    region.pause(lazy=True)
-    assert region.offered_bytes == 4 * CHUNK
-    with Fill(leave=0):
-        more = blocks(make("none"), [CHUNK])
-        done = region.pause()
-        assert (done.paused, done.copied_bytes, done.released_bytes) == ((), 3 * CHUNK, 3 * CHUNK)
-        del more
-    assert (region.offered_bytes, region.backup_bytes, free_bytes()) == (0, 4 * CHUNK, free + 4 * CHUNK)
-    region.resume()
-    check(held)
 
 
 def test_the_option_is_the_default_of_pauses(make: Make) -> None:
@@ -177,27 +155,6 @@ def test_a_small_demand_takes_a_share_of_what_needs_no_copy(make: Make, backup: 
         assert (before - region.offered_bytes, large.offered_bytes) == (taken * PAGE, LARGE)
     memsaver.resume([region, large])
     del held, one
-
-
-@pytest.mark.parametrize("backup", ["host", "disk"])
-def test_freed_and_missing_parts_are_not_read(make: Make, backup: str) -> None:
-    """Blocks of a file hold several allocations. Those that were freed meanwhile may have no memory."""
-    region = make(backup)
-    held = blocks(region, [CHUNK, 3 * MIB, CHUNK, 100, CHUNK, 5 * MIB])
-    region.pause(lazy=True)
-    before = free_bytes()
-    del held[2], held[0]
-    assert free_bytes() > before  # chunks that no tensor needs were returned
-    with Fill(leave=0):
-        more = blocks(make("none"), [CHUNK])
-        assert not controls.context_lost()
-        del more
-    region.resume()
-    check(held)
-    region.pause(lazy=True)
-    held.clear()
-    assert region.offered_bytes == 0
-    region.close()
 
 
 @pytest.mark.parametrize("fill", ["zero", "poison"])
@@ -309,33 +266,34 @@ def test_a_failed_copy_keeps_its_host_memory_until_no_copy_is_queued(make: Make,
 
 
 @pytest.mark.parametrize("backup", ["host", "disk"])
-def test_the_bound_of_a_pause_ends_copies_of_offered_chunks(make: Make, backup: str) -> None:
-    """Those that have ended remain, and the next pause copies the others, to the memory that the first one took."""
+def test_a_pause_that_is_not_lazy_copies_the_rest_up_to_its_bound(make: Make, backup: str) -> None:
+    """Chunks that were copied remain so, and the next pause copies the others."""
     region, held = lazily(make, backup, size=LARGE)
-    with pytest.raises(memsaver.WaitTimeoutError) as caught:
-        region.pause(timeout=0)
-    assert caught.value.stage == "backup"
-    assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, 2 * LARGE)  # after one batch
-    region.pause()
-    assert (region.offered_bytes, region.backup_bytes) == (0, 4 * LARGE)
+    free = free_bytes()
+    region.pause(lazy=True)
+    assert region.offered_bytes == 4 * LARGE
+    with Fill(leave=0):
+        more = blocks(make("none"), [CHUNK])
+        with pytest.raises(memsaver.WaitTimeoutError) as caught:
+            region.pause(timeout=0)
+        assert caught.value.stage == "backup"
+        assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, LARGE)  # after one batch
+        done = region.pause()
+        assert (done.paused, done.released_bytes) == ((), LARGE)
+        assert done.copied_bytes == LARGE or backup == "disk"  # where the first one wrote more than it gave
+        del more
+    assert (region.offered_bytes, region.backup_bytes, free_bytes()) == (0, 4 * LARGE, free + 4 * LARGE)
     region.resume()
     check(held)
-
-
-def paused_s(region: memsaver.Region) -> float:
-    return next(each.paused_s for each in memsaver.stats().devices["cpu"].regions if each.tag == region.tag)
 
 
 def test_a_shortage_of_host_memory_keeps_the_other_chunks(make: Make) -> None:
     memsaver.release_host_memory()
     region, held = lazily(make, size=LARGE)
     memsaver.configure(host_limit=host_used_bytes() + 2 * LARGE)  # others may hold idle memory
-    paused = time.monotonic()
-    time.sleep(0.05)
     with Fill(leave=0):
         more = blocks(make("none"), [LARGE])
-        elapsed = time.monotonic() - paused
-        assert region.backup_bytes == LARGE and paused_s(region) > elapsed - 0.01
+        assert region.backup_bytes == LARGE
         for late in (make("none"), make("none")):
             with pytest.raises(memsaver.OutOfMemoryError, match="cannot be copied: .*host_limit is") as raised:
                 late.empty(3 * LARGE, torch.uint8)
@@ -384,20 +342,6 @@ def test_contents_of_an_offered_region_can_be_read_and_written(make: Make, backu
     check(held)
 
 
-def test_one_handle_stays_with_its_segment(make: Make) -> None:
-    region = make("host", one_handle=True)
-    held = blocks(region, [5 * MIB, CHUNK])
-    chunks = region._core.chunks
-    region.pause(lazy=True)
-    with Fill(leave=0):
-        more = blocks(make("none"), [3 * MIB])
-        assert region.backup_bytes == 6 * MIB  # whole pages
-        del more
-    region.resume()
-    assert region._core.chunks == chunks
-    check(held)
-
-
 # Copies ahead of a demand: lazy="copy". A batch of them has 128 MiB.
 
 
@@ -421,10 +365,12 @@ def copied_out() -> float:
 
 def test_a_demand_copies_nothing_that_was_copied_ahead(make: Make) -> None:
     region, held = ahead(make)
+    on_disk, written = ahead(make, "disk", chunks=2)  # for which nothing is copied ahead
     other = make("none")
     for turn in range(2):
         wait_for_copies(region)
         assert (region.state, region.offered_bytes) == ("paused", 8 * LARGE)
+        assert (on_disk.backup_bytes, on_disk.offered_bytes) == (0, 2 * LARGE)
         with pytest.raises(memsaver.RegionPausedError):
             region.empty(1)
         copies = controls.count("cuMemcpyDtoHAsync")
@@ -439,16 +385,8 @@ def test_a_demand_copies_nothing_that_was_copied_ahead(make: Make) -> None:
         region.pause(lazy="copy")
     wait_for_copies(region)
     assert region.resume().copied_bytes == 0
-    check(held)
-
-
-def test_contents_for_a_disk_are_not_copied_ahead(make: Make) -> None:
-    region, held = ahead(make, "disk")
-    also, more = ahead(make)
-    wait_for_copies(also)
-    assert (region.backup_bytes, region.offered_bytes) == (0, 8 * LARGE)
-    memsaver.resume([region, also])
-    check(held + more)
+    on_disk.resume()
+    check(held + written)
 
 
 def test_a_demand_takes_copied_chunks_first(make: Make) -> None:
@@ -485,15 +423,21 @@ def copies_in(make: Make, threads: ThreadPoolExecutor) -> Iterator[Callable[[], 
 def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
     make: Make, copies_in: Callable[[], memsaver.Region]
 ) -> None:
+    """And wait for transitions of their region."""
     region = make("host")
     held = blocks(region, 12 * [LARGE])
     with controls.held("cuMemcpyHtoDAsync"):
-        copies_in()
+        other = copies_in()
         copies = controls.count("cuMemcpyDtoHAsync")
         region.pause(lazy="copy")
+        prepared = prepare_pause(region.tag, lazy="copy")
         time.sleep(0.5)
         assert (controls.count("cuMemcpyDtoHAsync"), region.backup_bytes) == (copies, 0)
-        controls.hold("cuMemcpyDtoHAsync")
+    until(lambda: other.state == "active")
+    time.sleep(0.1)
+    assert region.backup_bytes == 0
+    controls.hold("cuMemcpyDtoHAsync")
+    prepared.abort()
     until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
     with controls.held("cuMemcpyHtoDAsync"):
         copies_in()
@@ -502,22 +446,6 @@ def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
         time.sleep(0.5)
         assert region.backup_bytes == 4 * LARGE
     wait_for_copies(region, 12)
-    region.resume()
-    check(held)
-
-
-def test_copies_ahead_wait_for_a_transition_of_the_region(make: Make, copies_in: Callable[[], memsaver.Region]) -> None:
-    region = make("host")
-    held = blocks(region, 2 * [LARGE])
-    with controls.held("cuMemcpyHtoDAsync"):
-        other = copies_in()
-        region.pause(lazy="copy")
-        prepared = prepare_pause(region.tag, lazy="copy")
-    until(lambda: other.state == "active")
-    time.sleep(0.1)
-    assert region.backup_bytes == 0
-    prepared.abort()
-    wait_for_copies(region, 2)
     region.resume()
     check(held)
 
@@ -620,14 +548,18 @@ def test_a_call_that_fails_in_a_copy_ahead_loses_nothing(make: Make, call: str) 
 def test_contents_are_whole_after_random_turns_with_copies_ahead(make: Make) -> None:
     choose = random.Random(30)
     sizes = [3 * CHUNK, 5 * MIB, CHUNK, 100]
-    held = {make(backup): list[Block]() for backup in ("host", "host", "disk")}
+    regions = [make("host"), make("disk"), make("host", one_handle=True)]
+    held = {region: list[Block]() for region in regions}
     for region, of_region in held.items():
         of_region += blocks(region, sizes)
     other = make("none")
     done = 0
-    for turn in range(60):
+    for turn in range(80):
         region = choose.choice(list(held))
-        how = choose.choice(("resume", "switch", "again", "read", "write", "demand", "demand"))
+        how = choose.choice(("resume", "switch", "again", "read", "write", "free", "demand", "demand"))
+        if len(held[region]) < 2:
+            region.resume()
+            held[region] += blocks(region, sizes, turn)
         block = choose.choice(held[region])
         if region.state == "active":
             block.fill(turn)
@@ -646,6 +578,8 @@ def test_contents_are_whole_after_random_turns_with_copies_ahead(make: Make) -> 
                 memsaver.cpu_backup(block.tensor)[:3] = turn
                 block.expected = block.expected.copy()
                 block.expected[:3] = turn
+        elif how == "free":
+            del held[region][choose.randrange(len(held[region]))], block
         elif how == "demand":
             with Fill(leave=choose.choice((0, CHUNK, 20 * MIB))), suppress(memsaver.OutOfMemoryError, RuntimeError):
                 blocks(other, [choose.choice((PAGE, CHUNK, 3 * CHUNK))])
@@ -655,4 +589,4 @@ def test_contents_are_whole_after_random_turns_with_copies_ahead(make: Make) -> 
     memsaver.resume(list(held))
     for of_region in held.values():
         check(of_region)
-    assert done > 5
+    assert done > 5 and not controls.context_lost()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import shutil
 import socket
@@ -123,22 +122,14 @@ def test_the_collector_has_the_sums_of_the_history_and_the_bytes_of_stats(make: 
     check(blocks)
 
 
-def test_waits_and_copies_of_the_core_are_added() -> None:
-    recorder, before = _results.Recorder(["a"], []), own()
-    events = [("cpu", "waits", 0.25, 1.0, MIB, [(1, MIB)]), ("cpu", "copies out", 0.5, 2.5, 3 * MIB, [])]
-    recorder.core = lambda: SimpleNamespace(stages=[], events=events)
-    recorder.end("failed")
-    recorder.end("aborted")
-    grown = growth(before)
-    assert [grown[key(f"waits{each}_total")] for each in ("", "_seconds", "_bytes")] == pytest.approx([1, 0.75, MIB])
-    assert grown[key("copies_seconds_total", direction="out")] == pytest.approx(2.0)
-
-
 def test_transitions_that_left_the_history_or_were_dropped_are_counted_once(make: Make) -> None:
     region = make()
-    before = own()
-    for _ in range(_results._KEPT + 1):
+    before = last = own()
+    for number in range(_results._KEPT + 1):
         region.pause()
+        if number % 50 == 0:
+            growth(last)  # no counter decreases
+            last = own()
     region.resume()
     memsaver.transitions.prepare_pause(region.tag).abort()
     dropped = memsaver.transitions.prepare_pause(region.tag)
@@ -150,17 +141,14 @@ def test_transitions_that_left_the_history_or_were_dropped_are_counted_once(make
         key("transitions_total", kind="resume", outcome="done"): 1,
         key("transitions_total", kind="pause", outcome="aborted"): 2,
     }
-
-
-def test_counters_never_decrease(make: Make) -> None:
-    choice, regions, before = random.Random(3), [make("host"), make()], own()
-    for region in regions:
-        region.empty(MIB)
-    for _ in range(100):
-        region = choice.choice(regions)
-        (region.pause if choice.random() < 0.5 else region.resume)()
-        growth(before)
-        before = own()
+    recorder, before = _results.Recorder(["a"], []), own()
+    events = [("cpu", "waits", 0.25, 1.0, MIB, [(1, MIB)]), ("cpu", "copies out", 0.5, 2.5, 3 * MIB, [])]
+    recorder.core = lambda: SimpleNamespace(stages=[], events=events)
+    recorder.end("failed")
+    recorder.end("aborted")
+    grown = growth(before)
+    assert [grown[key(f"waits{each}_total")] for each in ("", "_seconds", "_bytes")] == pytest.approx([1, 0.75, MIB])
+    assert grown[key("copies_seconds_total", direction="out")] == pytest.approx(2.0)
 
 
 # Ray
@@ -268,11 +256,8 @@ def test_a_broker_that_does_not_answer_is_down(broker: Running, monkeypatch: pyt
         silent.bind(str(broker.directory / "job-other/GPU-1.sock"))
         silent.listen()
         found = samples(metrics.PoolCollector())
-    assert {dict(each[1])["pool"]: value for each, value in found.items() if each[0] == "memsaver_broker_up"} == {
-        broker.uuid: 1,
-        "job-other/GPU-1": 0,
-        "GPU-2": 0,
-    }
+    up = {dict(each[1])["pool"]: value for each, value in found.items() if each[0] == "memsaver_broker_up"}
+    assert up == {broker.uuid: 1, "job-other/GPU-1": 0, "GPU-2": 0}
     assert key("pool_capacity_bytes", pool=broker.uuid, device="cpu") in found
 
 
@@ -300,30 +285,17 @@ def test_the_command_serves_and_refuses_in_one_line(broker: Running) -> None:
             assert f'memsaver_broker_up{{pool="{broker.uuid}"}} 1.0' in answer.read().decode()
         done = broker.run("serve-metrics", "--port", str(port))
         assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == (
-            f"memsaver: cannot serve at 127.0.0.1:{port}: Address already in use; expected an address of this machine, "
-            "and a free port\n"
-        )
-    for wrong in ("65536", "-1", "http", "9" * 5000):
-        done = broker.run("serve-metrics", f"--port={wrong}")
-        assert (done.returncode, done.stdout) == (1, "")
-        assert done.stderr == f"memsaver: the port is {wrong!r}, expected 0 to 65535\n"
-
-
-def test_without_its_library_the_error_names_the_extra() -> None:
+        assert done.stderr.startswith(f"memsaver: cannot serve at 127.0.0.1:{port}: Address already in use; expected")
+    done = broker.run("serve-metrics", "--port=65536")
+    assert (done.returncode, done.stderr) == (1, "memsaver: the port is '65536', expected 0 to 65535\n")
     done = run_python("""
         import sys
         sys.modules["prometheus_client"] = None  # any import of it raises ModuleNotFoundError
-        import memsaver
         from memsaver import cli
-        try:
-            memsaver.metrics
-        except ModuleNotFoundError as error:
-            print(error.name, error)
-        print(cli.main(["serve-metrics", "--port", "0"]))
+        cli.main(["serve-metrics", "--port", "0"])
     """)
     text = "memsaver.metrics needs prometheus_client; expected it from pip install 'memsaver[metrics]'"
-    assert (done.stdout, done.stderr) == (f"prometheus_client {text}\n1\n", f"memsaver: {text}\n")
+    assert (done.stdout, done.stderr) == ("", f"memsaver: {text}\n")
 
 
 @contextmanager

@@ -244,41 +244,28 @@ def test_the_earliest_bound_ends_the_wait_for_memory(make: Make) -> None:
     check(held)
 
 
-def test_a_bound_ends_the_wait_for_an_earlier_transition(make: Make, threads: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("stage", ["queue", "launches"])
+def test_a_bound_ends_the_wait_for_an_earlier_transition_or_guarded_launches(
+    make: Make, threads: ThreadPoolExecutor, stage: str
+) -> None:
     region = make("host")
     held = blocks(region, [MIB])
-    earlier = memsaver.transitions.prepare_pause(region.tag)
-    late = [threads.submit(region.pause, timeout=0.05), threads.submit(region.resume, timeout=0.05)]
+    calls: list[Callable[..., object]] = [region.pause, region.resume]
+    if stage == "queue":
+        end = memsaver.transitions.prepare_pause(region.tag).abort
+    else:
+        assert _core.acquire([region._core]) is None
+        end, calls[1:] = partial(_core.release, [region._core]), []
+    late = [threads.submit(call, timeout=0.05) for call in calls]
     try:
         for each in late:
-            with pytest.raises(memsaver.WaitTimeoutError, match="stage 'queue'.*; nothing has changed$") as caught:
+            with pytest.raises(memsaver.WaitTimeoutError, match=f"stage '{stage}'.*; nothing has changed$") as caught:
                 each.result(5)
-            assert caught.value.stage == "queue"
-            assert caught.value.waited_s >= 0.05
-        assert region.state == "pausing"
+            assert (caught.value.stage, caught.value.waited_s >= 0.05) == (stage, True)
+        assert region.state == ("pausing" if stage == "queue" else "active") and region.mapped_bytes > 0
     finally:
-        earlier.abort()
+        end()
         wait(late)
-        region.resume()
-    assert region.pause(timeout=60.0).paused == (region.tag,)
-    region.resume()
-    held[0].check()
-
-
-def test_a_bound_ends_the_wait_for_guarded_launches(make: Make, threads: ThreadPoolExecutor) -> None:
-    region = make("host")
-    held = blocks(region, [MIB])
-    assert _core.acquire([region._core]) is None
-    late = threads.submit(region.pause, timeout=0.05)
-    try:
-        with pytest.raises(memsaver.WaitTimeoutError, match="stage 'launches'.*; nothing has changed$") as caught:
-            late.result(5)
-        assert caught.value.stage == "launches"
-        assert caught.value.waited_s >= 0.05
-        assert (region.state, region.mapped_bytes > 0) == ("active", True)
-    finally:
-        _core.release([region._core])
-        wait([late])
         region.resume()
     assert region.pause(timeout=60.0).paused == (region.tag,)
     region.resume()
