@@ -106,6 +106,10 @@ def test_a_closed_sentinel_does_not_mean_an_exit(world: World) -> None:
     world.turn(lambda: len(world.said) == 2)
 
 
+def exhausted(*_: object) -> list[int]:
+    raise OSError(errno.EMFILE, "too many open files")
+
+
 def closes_on_signal(file: int) -> Callable[[], object]:
     return lambda: signal.signal(signal.SIGUSR1, lambda *_: os.close(file))
 
@@ -173,15 +177,21 @@ def test_an_exiting_process_that_was_never_seen_with_the_sentinel_is_waited_for(
 
 
 @pytest.mark.parametrize("was_exiting", [False, True], ids=["holder", "exiting"])
-@pytest.mark.parametrize("is_reused", [False, True], ids=["same", "reused"])
+@pytest.mark.parametrize("other_start", [0, 1, -1], ids=["same", "reused", "older than the client"])
 def test_a_pid_reused_after_a_scan_is_not_waited_for(
-    world: World, monkeypatch: pytest.MonkeyPatch, was_exiting: bool, is_reused: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, was_exiting: bool, other_start: int
 ) -> None:
+    """Nor is a process that exits and that began before the client."""
     process, write = world.client()
     other = world.fork(lambda: os.close(write))
     status = status_of(other)
-    if is_reused:  # the one that was found is another
+    assert 0 < process.start <= status.start
+    if other_start > 0:  # the one that was found is another
         status = dataclasses.replace(status, start=status.start + 1)
+    elif other_start < 0:
+        status = dataclasses.replace(status, start=process.start - 1)
+        monkeypatch.setattr(procfs, "read", lambda pid: status)
+    is_older = other_start < 0 and was_exiting
     monkeypatch.setattr(procfs, "keepers", lambda inodes: [(status, set() if was_exiting else set(inodes))])
     world.kill(process.pid)
     world.turn(lambda: world.said)
@@ -189,24 +199,12 @@ def test_a_pid_reused_after_a_scan_is_not_waited_for(
     world.turn(lambda: not process.sentinels)
     monkeypatch.setattr(procfs, "keepers", lambda inodes: [(status, set())] if was_exiting else [])
     world.turn()
-    assert (("gone", process.pid) in world.said) is is_reused
-    if not is_reused:
+    is_gone = other_start > 0 or is_older
+    assert (("gone", process.pid) in world.said) is is_gone
+    if not is_gone:
+        monkeypatch.undo()
         world.kill(other)
         world.turn(lambda: len(world.said) == 2)
-
-
-def test_a_process_that_exits_and_is_older_than_a_client_is_not_waited_for(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    process, write = world.client()
-    status = status_of(world.fork(lambda: os.close(write)))
-    assert 0 < process.start <= status.start
-    older = dataclasses.replace(status, start=process.start - 1)
-    monkeypatch.setattr(procfs, "keepers", lambda inodes: [(older, set())])
-    monkeypatch.setattr(procfs, "read", lambda pid: older)
-    os.close(write)
-    world.kill(process.pid)
-    world.turn(lambda: len(world.said) == 2)
 
 
 @pytest.mark.parametrize("name", ["keepers", "pidfd_open"])
@@ -214,9 +212,6 @@ def test_a_failed_scan_is_repeated(world: World, monkeypatch: pytest.MonkeyPatch
     """Also the one after the sentinel has hung up."""
     process, write = world.client()
     child = world.fork(closes_on_signal(write))
-
-    def exhausted(*_: object) -> list[int]:
-        raise OSError(errno.EMFILE, "too many open files")
 
     with monkeypatch.context() as now:
         now.setattr(procfs if name == "keepers" else os, name, exhausted)
@@ -292,9 +287,6 @@ def test_children_without_the_sentinel_and_their_children_are_found(
 
 
 def test_children_that_cannot_be_watched_refuse_a_client(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exhausted(*_: object) -> list[int]:
-        raise OSError(errno.EMFILE, "too many open files")
-
     monkeypatch.setattr(procfs, "inheritors", exhausted)
     process = world.monitor.watch(world.fork())
     read, write = os.pipe()
