@@ -114,43 +114,35 @@ def test_a_region_is_got_or_made_by_tag_and_device(tag: str) -> None:
     assert memsaver.region(f"{tag} default").device == ("cuda:0" if _core.cuda_device_count() else "cpu")
     with pytest.raises(memsaver.Error, match="host"):
         _ = made.pool
+    for device in (f"cuda:{_core.cuda_device_count()}", "cuda:99999999999999999999"):
+        with pytest.raises((ValueError, memsaver.DriverError)):
+            memsaver.region(f"{tag} nowhere", device=device)
+    if not _core.cuda_device_count():
+        with pytest.raises(memsaver.DriverError, match="use device='cpu', the host driver, or install NVIDIA's driver"):
+            memsaver.region(f"{tag} nowhere", device="cuda")
+    assert f"{tag} nowhere" not in {region.tag for region in memsaver.regions.all_regions()}
 
 
 @pytest.mark.parametrize(
-    ("made", "asked"),
+    ("made", "option", "given"),
     [
-        ({"backup": "host"}, {"backup": "none"}),
-        ({}, {"backup": "host"}),
-        ({"backup": "host"}, {"frozen": True}),
-        ({"backup": "host", "frozen": True}, {"frozen": False}),
-        ({"fill": "zero"}, {"fill": "keep"}),
-        ({}, {"one_handle": True}),
+        ({"backup": "host"}, "backup", "none"), ({}, "backup", "host"), ({"backup": "host"}, "frozen", True),
+        ({"backup": "host", "frozen": True}, "frozen", False), ({"fill": "zero"}, "fill", "keep"),
+        ({}, "one_handle", True),
     ],
-)
+)  # fmt: skip
 def test_another_policy_for_a_tag_is_refused_and_makes_no_region(
-    tag: str, made: dict[str, Any], asked: dict[str, Any]
+    tag: str, made: dict[str, Any], option: str, given: Any
 ) -> None:
     """A second region would take the tensors of calls that name the tag alone, and could discard them."""
     first = memsaver.region(tag, device="cpu", **made)
-    count = len(memsaver.regions.all_regions())
-    ((option, given),) = asked.items()
-    has = getattr(first, option)
+    count, has = len(memsaver.regions.all_regions()), getattr(first, option)
     with pytest.raises(ValueError, match=f"^{option} is {given!r}, but region '{tag}' was made with {has!r}$"):
-        memsaver.region(tag, device="cpu", **asked)
+        memsaver.region(tag, device="cpu", **{option: given})
     assert memsaver.region(tag, device="cpu", **made) is memsaver.region(tag, device="cpu") is first
     assert len(memsaver.regions.all_regions()) == count
     first.close()
     assert memsaver.region(tag, device="cpu").backup == "none"
-
-
-def test_a_device_that_is_not_there_is_an_error_that_names_it_and_a_remedy(tag: str) -> None:
-    for device in (f"cuda:{_core.cuda_device_count()}", "cuda:99999999999999999999"):
-        with pytest.raises((ValueError, memsaver.DriverError)):
-            memsaver.region(tag, device=device)
-    if not _core.cuda_device_count():
-        with pytest.raises(memsaver.DriverError, match="use device='cpu', the host driver, or install NVIDIA's driver"):
-            memsaver.region(tag, device="cuda")
-    assert tag not in {region.tag for region in memsaver.regions.all_regions()}
 
 
 # Arguments
@@ -226,27 +218,21 @@ def test_wrong_bounds_are_refused_by_name_before_anything_changes(
     held = blocks(region, [MIB])
     other.pause()
     memsaver.define_phase("on", resident=[other.tag])
-    calls: list[tuple[Call, list[str]]] = [
-        (partial(memsaver.pause, region), READERS),
-        (partial(prepare_pause, region), READERS),
-        (region.pause, READERS),
-        (partial(memsaver.resume, other), MEMORY),
-        (other.resume, MEMORY),
-        (partial(memsaver.switch, pause=region, resume=other), ALL),
-        (partial(memsaver.start, pause=region, resume=other), ALL),
-        (partial(memsaver.phase, "on"), ALL),
-        (region.close, ["timeout"]),
-        (memsaver.trim, ["timeout"]),
-    ]
+    both = {"pause": region, "resume": other}
+    arguments: dict[Call, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        memsaver.pause: ((region,), {}), prepare_pause: ((region,), {}), memsaver.Region.pause: ((region,), {}),
+        memsaver.resume: ((other,), {}), memsaver.Region.resume: ((other,), {}), memsaver.switch: ((), both),
+        memsaver.start: ((), both), memsaver.phase: (("on",), {}), memsaver.trim: ((), {}),
+    }  # fmt: skip
     if HAS_RAY:
         actor = Colocated()
-        calls += [
-            (partial(actor.pause, region.tag), READERS),
-            (partial(actor.colocated_prepare, [region.tag]), READERS),
-            (partial(actor.resume, other.tag), MEMORY),
-        ]
+        arguments |= {
+            Colocated.pause: ((actor, region.tag), {}), Colocated.resume: ((actor, other.tag), {}),
+            Colocated.colocated_prepare: ((actor, [region.tag]), {}),
+        }  # fmt: skip
+    calls = [(partial(verb, *given, **named), VERBS[verb]) for verb, (given, named) in arguments.items()]
     controls.disarm()
-    for call, names in calls:
+    for call, names in [*calls, (partial(memsaver.Region.close, region), ["timeout"])]:
         for name in names:
             with pytest.raises(kind, match=f"^{name} is {re.escape(repr(value))}, expected seconds"):
                 call(**{name: value})
@@ -256,34 +242,6 @@ def test_wrong_bounds_are_refused_by_name_before_anything_changes(
     assert controls.calls() == 0
     assert (region.state, other.state) == ("active", "paused")
     held[0].check()
-
-
-def test_a_bound_can_be_endless(make: Make) -> None:
-    region = make()
-    for endless in (math.inf, 10**400):
-        assert region.pause(timeout=endless, reader_timeout=endless).paused == (region.tag,)
-        assert region.resume(timeout=endless, memory_timeout=endless).resumed == (region.tag,)
-
-
-def test_tags_and_regions_select_regions(make: Make) -> None:
-    first, second = make("host"), make()
-
-    def states() -> tuple[str, str]:
-        return first.state, second.state
-
-    assert memsaver.pause([]) == memsaver.resume([]) == memsaver.switch(pause=[], resume=()) == memsaver.Transition()
-    memsaver.pause(first)
-    assert states() == ("paused", "active")
-    memsaver.pause([first.tag, second.tag])
-    assert states() == ("paused", "paused")
-    memsaver.resume([second])
-    assert states() == ("paused", "active")
-    memsaver.switch(pause=second, resume=first)
-    assert states() == ("active", "paused")
-    memsaver.resume([first.tag, second, second, second.tag])
-    assert states() == ("active", "active")
-    assert {first.tag, second.tag} <= set(memsaver.pause().paused)
-    assert {first.tag, second.tag} <= set(memsaver.resume().resumed)
 
 
 # Errors
@@ -392,12 +350,26 @@ def test_a_phase_can_be_defined_before_its_regions_and_again(fresh_tag: Callable
     with memsaver.phase("a"):
         assert (region.state, other.state) == ("active", "active")
     region.close()
-    with memsaver.phase("a"):  # without the region that was closed
-        assert other.state == "active"
-    memsaver.define_phase("a", [])
-    memsaver.define_phase("b", [])
-    with memsaver.phase("a"):  # no phase names it any more
-        assert other.state == "active"
+    for _ in range(2):  # without the region that was closed; then no phase names the other one any more
+        with memsaver.phase("a"):
+            assert other.state == "active"
+        memsaver.define_phase("a", [])
+        memsaver.define_phase("b", [])
+    # Tags and regions select regions.
+    first, second = make("host"), make()
+    assert memsaver.pause([]) == memsaver.resume([]) == memsaver.switch(pause=[], resume=()) == memsaver.Transition()
+    for act, states in (
+        (partial(memsaver.pause, first, timeout=math.inf, reader_timeout=10**400), ("paused", "active")),
+        (partial(memsaver.pause, [first.tag, second.tag]), ("paused", "paused")),
+        (partial(memsaver.resume, [second], timeout=10**400, memory_timeout=math.inf), ("paused", "active")),
+        (partial(memsaver.switch, pause=second, resume=first), ("active", "paused")),
+        (partial(memsaver.resume, [first.tag, second, second, second.tag]), ("active", "active")),
+    ):
+        act()
+        assert (first.state, second.state) == states
+    for all_of in (memsaver.pause, memsaver.resume):
+        done = all_of()
+        assert {first.tag, second.tag} <= {*done.paused, *done.resumed}
 
 
 # Fork and exit

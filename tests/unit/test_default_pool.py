@@ -43,11 +43,6 @@ def region(device: str) -> memsaver.Region:
     return default_pool(device)
 
 
-def leave_and_return(region: memsaver.Region) -> None:
-    region.pause()
-    region.resume()
-
-
 @pytest.mark.parametrize("piece_mib", [2, 20, 32])
 def test_pieces_leave_and_return_at_their_addresses_with_their_contents(
     device: str, region: memsaver.Region, piece_mib: int
@@ -90,40 +85,32 @@ def test_torch_frees_its_cached_pieces_and_tries_again(device: str, region: mems
     assert region.allocated_bytes == used_bytes(device) == 30 * 32 * MIB
 
 
-def test_pieces_from_before_stay_outside(device: str) -> None:
-    segment = Segment(device)
+def test_pieces_from_before_and_of_a_pause_stay_outside(device: str) -> None:
+    """While the region is paused, torch takes memory of the driver, and frees pieces of the region."""
+    segment, beside = Segment(device), Segment(device)
     assert segment.map(0, 2) == 0
     segment.write(0, 1)
     region = default_pool(device)
-    assert segment.map(2, 3) == 0
-    segment.write(2, 2)
-    assert region.allocated_bytes == segment.piece
+    assert segment.map(2, 6) == 0
+    for i in range(2, 6):
+        segment.write(i, i)
+    assert region.allocated_bytes == 4 * segment.piece
+    assert (segment.export(2), segment.export(0)) == (NOT_SUPPORTED, 0)
     region.pause()
     assert used_bytes(device) == 2 * segment.piece and segment.read(0) == 1
-    assert segment.unmap(1, 2) == 0 and used_bytes(device) == segment.piece
-    region.resume()
-    assert (segment.read(0), segment.read(2)) == (1, 2)
-    assert segment.map(1, 2) == 0 and region.allocated_bytes == 2 * segment.piece
-    assert segment.close() == 0 and used_bytes(device) == 0
-
-
-def test_while_it_is_paused_torch_takes_memory_of_the_driver_and_frees_pieces(
-    device: str, region: memsaver.Region
-) -> None:
-    segment, beside = Segment(device), Segment(device)
-    assert segment.map(0, 4) == 0
-    for i in range(4):
-        segment.write(i, i)
-    region.pause()
     assert beside.map(0, 2) == 0
     beside.write(0, 7)
-    assert used_bytes(device) == 2 * beside.piece
-    assert segment.unmap(1, 3) == 0
-    assert region.allocated_bytes == 2 * segment.piece
+    assert segment.unmap(1, 2) == 0 and used_bytes(device) == 3 * segment.piece
+    assert segment.unmap(3, 5) == 0 and region.allocated_bytes == 2 * segment.piece
     assert region.resume().restored_bytes == 2 * segment.piece
-    assert (segment.read(0), segment.read(3), beside.read(0)) == (0, 3, 7)
-    assert segment.map(1, 3) == 0 and region.mapped_bytes == 4 * segment.piece
+    assert (segment.read(0), segment.read(2), segment.read(5), beside.read(0)) == (1, 2, 5, 7)
+    assert segment.map(1, 2) == 0 and segment.map(3, 5) == 0 and region.mapped_bytes == 5 * segment.piece
     assert beside.close() == 0 and segment.close() == 0 and used_bytes(device) == 0
+
+
+def leave_and_return(region: memsaver.Region) -> None:
+    region.pause()
+    region.resume()
 
 
 def test_calls_from_elsewhere_reach_the_driver(device: str, region: memsaver.Region) -> None:
@@ -170,15 +157,6 @@ def test_the_driver_decides_on_fabric_handles() -> None:
         region.resume()
 
 
-def test_a_piece_is_not_exported_by_torch(device: str) -> None:
-    before = Segment(device)
-    assert before.map(0, 1) == 0
-    default_pool(device)
-    segment = Segment(device)
-    assert segment.map(0, 1) == 0
-    assert segment.export(0) == NOT_SUPPORTED and before.export(0) == 0
-
-
 def test_peers_have_access_also_after_a_resume() -> None:
     names = gpus.gpus(2, memory=GIB)
     region, peer = default_pool(names[0]), gpus.ordinal(names[1])
@@ -204,30 +182,26 @@ def test_the_region_takes_no_other_segments_and_stays(device: str, region: memsa
         default_pool(other, "taken")
 
 
-def test_a_lack_of_memory_leaves_the_segment_usable(device: str, region: memsaver.Region) -> None:
+@pytest.mark.parametrize(
+    ("call", "code", "found"),
+    [("cuMemCreate", code, OUT_OF_MEMORY) for code in (OUT_OF_MEMORY, 1, 999)]
+    + [("cuMemMap", 1, 1), ("cuMemSetAccess", 1, 1)],
+)
+def test_a_call_that_fails_leaves_the_device_usable(
+    device: str, region: memsaver.Region, call: str, code: int, found: int
+) -> None:
     """Every failure of cuMemCreate is reported as a lack of memory. After another code torch cannot use the segment."""
     segment = Segment(device, 32)
-    for code in (OUT_OF_MEMORY, 1, 999):
-        controls.fail("cuMemCreate", code, times=2 if code == OUT_OF_MEMORY else 1)  # of two sizes
-        assert segment.map(0, 2) == OUT_OF_MEMORY, code
-        assert segment.map(0, 2) == 0, code
-        segment.write(1, 9)
-        leave_and_return(region)
-        assert segment.read(1) == 9
-        assert segment.unmap(0, 2) == 0 and used_bytes(device) == 0 == region.mapped_bytes
-
-
-@pytest.mark.parametrize("call", ["cuMemMap", "cuMemSetAccess"])
-def test_a_piece_that_cannot_be_mapped_keeps_no_memory(device: str, region: memsaver.Region, call: str) -> None:
-    segment = Segment(device)
-    controls.fail(call, 1)
-    assert segment.map(0, 1) == 1
-    assert region.mapped_bytes == region.allocated_bytes == used_bytes(device) == 0
-    other = Segment(device)
-    assert other.map(0, 2) == 0
-    other.write(1, 9)
+    controls.fail(call, code, times=2 if code == OUT_OF_MEMORY else 1)  # of two sizes
+    assert segment.map(0, 2 if found == OUT_OF_MEMORY else 1) == found
+    if found != OUT_OF_MEMORY:
+        assert region.mapped_bytes == region.allocated_bytes == used_bytes(device) == 0
+        segment = Segment(device, 32)
+    assert segment.map(0, 2) == 0
+    segment.write(1, 9)
     leave_and_return(region)
-    assert other.read(1) == 9 and other.close() == 0 and used_bytes(device) == 0
+    assert segment.read(1) == 9
+    assert segment.unmap(0, 2) == 0 and used_bytes(device) == 0 == region.mapped_bytes
 
 
 def test_segments_in_adjacent_reservations(device: str) -> None:

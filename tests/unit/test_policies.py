@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +49,32 @@ def test_a_pause_takes_policies_by_tag(make: Make) -> None:
     del lost
 
 
+def test_wrong_policies_are_refused_before_anything_changes(make: Make) -> None:
+    out, into = make("host"), make("host")
+    held = blocks(out, [MIB]) + blocks(into, [MIB])
+    into.pause()
+    switch = partial(memsaver.switch, pause=out.tag, resume=into.tag)
+    pauses = [switch, partial(memsaver.pause, out.tag), partial(prepare_pause, out.tag)]
+    resumes = [switch, partial(memsaver.resume, into.tag)]
+    wrong: list[tuple[list[Any], type[Exception], str, Any]] = [
+        (pauses, ValueError, f"backup for {out.tag!r} is 'floppy', expected one of 'none', ", {out.tag: "floppy"}),
+        (pauses, ValueError, f"backup for {out.tag!r} is None, expected one of", {out.tag: None}),
+        (pauses, ValueError, f"backup names the tag {into.tag!r}, expected .* pauses: {out.tag!r}", {into.tag: "none"}),
+        (pauses, ValueError, "backup is 3, expected one of", 3),
+        (resumes, ValueError, f"restore names the tag {out.tag!r}, .* resumes: {into.tag!r}", {out.tag: True}),
+        (resumes, TypeError, f"restore for {into.tag!r} is 'no', expected True or False", {into.tag: "no"}),
+        (resumes, TypeError, "restore is None, expected True or False", None),
+    ]
+    controls.disarm()
+    for calls, kind, text, given in wrong:
+        for call in calls:
+            with pytest.raises(kind, match=f"^{text}"):
+                call(**{text.partition(" ")[0]: given})
+    assert controls.calls() == 0
+    assert (out.state, into.state) == ("active", "paused")
+    held[0].check()
+
+
 def test_a_resume_and_a_phase_take_restore_by_tag(make: Make) -> None:
     kept, written = make("host"), make("host", fill="poison")
     held, blank = blocks(kept, [3 * MIB]), blocks(written, [5 * MIB])
@@ -73,43 +101,6 @@ def test_a_resume_and_a_phase_take_restore_by_tag(make: Make) -> None:
     with memsaver.phase("policies off", backup={kept.tag: "none"}, restore={written.tag: False}) as moved:
         assert moved.copied_bytes == 0
         assert (kept.discarded, is_poison(blank[0])) == (True, True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "options"),
-    [
-        (ValueError, "backup for '{out}' is 'floppy', expected one of 'none', ", {"backup": {"out": "floppy"}}),
-        (ValueError, "backup for '{out}' is None, expected one of", {"backup": {"out": None}}),
-        (ValueError, "backup names the tag '{into}', expected one that pauses: '{out}'", {"backup": {"into": "none"}}),
-        (ValueError, "backup is 3, expected one of", {"backup": 3}),
-        (ValueError, "restore names the tag '{out}', expected one that resumes: '{into}'", {"restore": {"out": True}}),
-        (TypeError, "restore for '{into}' is 'no', expected True or False", {"restore": {"into": "no"}}),
-        (TypeError, "restore is None, expected True or False", {"restore": None}),
-    ],
-)
-def test_wrong_policies_are_refused_before_anything_changes(
-    make: Make, kind: type[Exception], text: str, options: dict[str, object]
-) -> None:
-    out, into = make("host"), make("host")
-    held = blocks(out, [MIB]) + blocks(into, [MIB])
-    into.pause()
-    names = {"out": out.tag, "into": into.tag}
-    given = {
-        option: {names[tag]: choice for tag, choice in value.items()} if isinstance(value, dict) else value
-        for option, value in options.items()
-    }
-    calls: list[Callable[..., object]] = [lambda **each: memsaver.switch(pause=out.tag, resume=into.tag, **each)]
-    if "backup" in options:
-        calls += [lambda **each: memsaver.pause(out.tag, **each), lambda **each: prepare_pause(out.tag, **each)]
-    else:
-        calls += [lambda **each: memsaver.resume(into.tag, **each)]
-    controls.disarm()
-    for call in calls:
-        with pytest.raises(kind, match="^" + text.format(**names)):
-            call(**given)
-    assert controls.calls() == 0
-    assert (out.state, into.state) == ("active", "paused")
-    held[0].check()
 
 
 def test_a_region_reports_discarded_contents(make: Make) -> None:
