@@ -104,10 +104,6 @@ class Fake:
     def has(self, check: Check, state: str, *parts: str) -> bool:
         return any(each == state and all(part in value for part in parts) for each, value in self.find(check))
 
-    def is_fine(self, check: Check) -> bool:
-        found = run([check], self.machine)
-        return exit_status(found) == 0 and not any("failed" in each.value for each in found)
-
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
@@ -155,7 +151,7 @@ def test_the_command_runs_without_torch_and_its_json_has_the_findings() -> None:
     assert "-> remove the backend" in text.stdout and re.search(r"^\d error, \d+ warning", text.stdout, re.MULTILINE)
 
 
-def test_a_check_that_fails_is_a_finding_and_the_others_run() -> None:
+def test_a_check_that_fails_is_a_finding_and_the_others_run(tmp_path: Path) -> None:
     def fine(machine: Machine) -> list[Finding]:
         return [Finding("fine", "ok", "yes")]
 
@@ -165,12 +161,8 @@ def test_a_check_that_fails_is_a_finding_and_the_others_run() -> None:
     broken, good = run([broken_check, fine], Machine())
     assert (broken.subject, broken.state) == ("broken check", "warning")
     assert broken.value == "this check failed: RuntimeError: no such thing" and good.value == "yes"
-
-
-def test_each_check_raises_nothing_on_a_machine_without_any_file(tmp_path: Path) -> None:
-    machine = Machine(str(tmp_path), {})
-    for check in CHECKS:
-        assert run([check], machine)
+    for check in CHECKS:  # on a machine without any file
+        assert run([check], Machine(str(tmp_path), {}))
 
 
 def test_the_worst_state_comes_first_and_determines_the_exit_status() -> None:
@@ -232,20 +224,6 @@ def test_processes_that_hold_a_device_are_named_with_their_bytes(fake: Fake) -> 
 # Libraries
 
 
-@pytest.mark.parametrize(
-    ("version", "state", "part"),
-    [
-        ("2.7.1", "error", "2.7.1"), ("2.11.0+cu128", "ok", "2.11.0"), ("2.13.0", "note", "2.13.0"),
-        (None, "note", "not installed"),
-    ],
-)  # fmt: skip
-def test_torchs_version_is_compared_with_those_that_were_run(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, version: str | None, state: str, part: str
-) -> None:
-    monkeypatch.setattr(software, "version", lambda name: version)
-    assert fake.has(software.torch, state, part)
-
-
 def test_versions_are_those_of_the_pages() -> None:
     pages = {name: (ROOT / name).read_text() for name in ("README.md", "docs/limits.md", "docs/frameworks.md")}
     joined = " and ".join([", ".join(versions.TORCH_ON_TEST_DRIVER[:-1]), versions.TORCH_ON_TEST_DRIVER[-1]])
@@ -289,9 +267,10 @@ def test_variables_of_drop_ins(
     assert (exit_status(run([software.drop_ins], fake.machine)) == 2) == (state == "error")
 
 
-def test_a_vllm_that_the_drop_in_does_not_accept_is_an_error(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_versions_of_torch_and_vllm(fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for version, state in (("2.7.1", "error"), ("2.11.0+cu128", "ok"), ("2.13.0", "note"), (None, "note")):
+        monkeypatch.setattr(software, "version", lambda name: version)  # noqa: B023
+        assert fake.has(software.torch, state, "not installed" if version is None else version.partition("+")[0])
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").write_text("raise RuntimeError('it was imported')")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -358,88 +337,69 @@ def test_variables_of_nccl(fake: Fake, variables: dict[str, str], state: str, pa
 
 
 def test_backups_that_do_not_fit_into_host_memory(fake: Fake) -> None:
+    def has(state: str, *parts: str) -> bool:
+        found = fake.has(host.host_memory, state, *parts)
+        fake.machine.brokers.clear()
+        return found
+
     fake.process()
-    fake.pool(client(region("weights", nbytes=12 * GIB), region("kv", backup="none", nbytes=50 * GIB)))
-    assert fake.has(host.host_memory, "ok", "20.00 GiB can be taken", "need up to 12.00 GiB more")
-    fake.machine.brokers.clear()
-    regions = [region("weights", nbytes=12 * GIB), region("optimizer", nbytes=12 * GIB)]
-    fake.pool(client(*regions))
-    assert fake.has(host.host_memory, "warning", "24.00 GiB more", f"loop (pid {PID}) 24.00 GiB", "only 20.00 GiB")
-    fake.machine.brokers.clear()
-    fake.pool(client(*regions, host_held_bytes=12 * GIB))  # serves the next pauses
-    assert fake.has(host.host_memory, "ok", "12.00 GiB more")
-    fake.machine.brokers.clear()
+    weights = region("weights", nbytes=12 * GIB)
+    fake.pool(client(weights, region("kv", backup="none", nbytes=50 * GIB)))
+    assert has("ok", "20.00 GiB can be taken", "need up to 12.00 GiB more")
+    fake.pool(client(weights, region("optimizer", nbytes=12 * GIB)))
+    assert has("warning", "24.00 GiB more", f"loop (pid {PID}) 24.00 GiB", "only 20.00 GiB")
+    fake.pool(client(weights, region("optimizer", nbytes=12 * GIB), host_held_bytes=12 * GIB))  # serves next pauses
+    assert has("ok", "12.00 GiB more")
     fake.pool(client(region("weights", nbytes=25 * GIB)))
-    assert fake.has(host.host_memory, "error", "25.00 GiB more")
-
-
-def test_the_cgroup_of_the_process_limits_its_backups(fake: Fake) -> None:
-    fake.process()
+    assert has("error", "25.00 GiB more")
     fake.write(f"/proc/{PID}/cgroup", "0::/job\n")
     fake.write("/sys/fs/cgroup/job/memory.max", f"{10 * GIB}\n")
-    fake.write("/sys/fs/cgroup/job/memory.current", f"{5 * GIB}\n")
-    fake.pool(client(region("weights", nbytes=3 * GIB)))
-    assert fake.is_fine(host.host_memory)
-    fake.write("/sys/fs/cgroup/job/memory.current", f"{8 * GIB}\n")
-    assert fake.has(host.host_memory, "error", "only 1.00 GiB")
+    for used, expected in ((5, ("ok", "3.00 GiB more")), (8, ("error", "only 1.00 GiB"))):
+        fake.write("/sys/fs/cgroup/job/memory.current", f"{used * GIB}\n")
+        fake.pool(client(region("weights", nbytes=3 * GIB)))
+        assert has(*expected)
 
 
-def test_limit_of_locked_memory(fake: Fake) -> None:
+def test_memory_of_the_host_and_its_container(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fake.has(host.locked_memory, "ok", "unlimited in this shell")
     fake.process()
     fake.write(f"/proc/{PID}/limits", "Max locked memory         8388608              8388608              bytes\n")
     assert fake.has(host.locked_memory, "ok", "8.0 MiB")  # the host driver pins nothing
     fake.driver(13000, [GPU])
     assert fake.has(host.locked_memory, "note", f"8.0 MiB in loop (pid {PID})")
-    for pid in range(PID + 1, PID + 16):
-        fake.process(pid=pid)
-        fake.write(f"/proc/{pid}/limits", "Max locked memory         8388608              8388608              bytes\n")
-    [text] = [value for state, value in fake.find(host.locked_memory) if state == "note"]
-    assert text.count("loop (pid") < 5 and text.endswith(f"{16 - text.count('loop (pid')} more")
-
-
-def test_huge_pages_and_nodes(fake: Fake) -> None:
-    fake.write("/sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n")
-    for name in ("has_memory", "has_cpu"):
-        fake.write(f"/sys/devices/system/node/{name}", "0-1\n")
-    assert [state for state, _ in fake.find(host.pages)] == ["ok", "ok"]
-    fake.write("/sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")
-    assert fake.has(host.pages, "note", "[never]")
-    fake.write("/sys/devices/system/node/has_memory", "0-1,4\n")
-    assert fake.has(host.pages, "warning", "numa_maps cannot be read")
-    fake.write("/proc/self/numa_maps", "")
-    assert fake.has(host.pages, "note", "nodes with memory: 0-1,4, with CPUs: 0-1")
-
-
-def test_a_small_shared_memory_is_a_warning(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     space = os.statvfs_result((4096, 4096, 16384, 9, 100, 0, 0, 0, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda path: space)
     assert fake.has(host.shared_memory, "warning", "0.4 MiB free")
-
-
-def test_the_threshold_of_ray_is_above_that_of_backups(fake: Fake) -> None:
+    pages, nodes = "/sys/kernel/mm/transparent_hugepage/enabled", "/sys/devices/system/node"
+    fake.write(pages, "always [madvise] never\n")
+    for name in ("has_memory", "has_cpu"):
+        fake.write(f"{nodes}/{name}", "0-1\n")
+    assert [state for state, _ in fake.find(host.pages)] == ["ok", "ok"]
+    fake.write(pages, "always madvise [never]\n")
+    assert fake.has(host.pages, "note", "[never]")
+    fake.write(f"{nodes}/has_memory", "0-1,4\n")
+    assert fake.has(host.pages, "warning", "numa_maps cannot be read")
+    fake.write("/proc/self/numa_maps", "")
+    assert fake.has(host.pages, "note", "nodes with memory: 0-1,4, with CPUs: 0-1")
+    (fake.root / "proc/self/ns").mkdir()
+    for namespace, rights, expected in (
+        (4026531836, "00000000a80425fb", ("ok", "no CAP_SYS_PTRACE (not needed)")),
+        (4026532999, "000001ffffffffff", ("note", "4026532999", ", CAP_SYS_PTRACE (not needed)")),
+    ):
+        fake.write("/proc/self/status", f"CapEff:\t{rights}\n")
+        (fake.root / "proc/self/ns/pid").unlink(missing_ok=True)
+        (fake.root / "proc/self/ns/pid").symlink_to(f"pid:[{namespace}]")
+        assert fake.has(host.container, *expected)
     assert fake.find(host.ray) == []
     low = {"RAY_memory_usage_threshold": "0.8"}
-    fake.process(low, PID + 5, "")
-    fake.write(f"/proc/{PID + 5}/comm", "raylet\n")
-    assert fake.has(host.ray, "warning", f"raylet (pid {PID + 5})", "is 0.8")
-    fake.process({**low, "RAY_memory_monitor_refresh_ms": "0"}, PID + 5, "")
-    fake.write(f"/proc/{PID + 5}/comm", "raylet\n")
-    assert fake.has(host.ray, "ok", "monitor is off")
-    fake.process(pid=PID + 5, maps="")
-    fake.write(f"/proc/{PID + 5}/comm", "raylet\n")
-    assert fake.has(host.ray, "ok", "is 0.95")
-
-
-def test_a_pid_namespace_of_its_own_is_a_note(fake: Fake) -> None:
-    fake.write("/proc/self/status", "CapEff:\t00000000a80425fb\n")
-    (fake.root / "proc/self/ns").mkdir()
-    (fake.root / "proc/self/ns/pid").symlink_to("pid:[4026531836]")
-    assert fake.has(host.container, "ok", "no CAP_SYS_PTRACE (not needed)")
-    (fake.root / "proc/self/ns/pid").unlink()
-    (fake.root / "proc/self/ns/pid").symlink_to("pid:[4026532999]")
-    fake.write("/proc/self/status", "CapEff:\t000001ffffffffff\n")
-    assert fake.has(host.container, "note", "4026532999", ", CAP_SYS_PTRACE (not needed)")
+    for variables, expected in (
+        (low, ("warning", f"raylet (pid {PID + 5})", "is 0.8")),
+        ({**low, "RAY_memory_monitor_refresh_ms": "0"}, ("ok", "monitor is off")),
+        ({}, ("ok", "is 0.95")),
+    ):
+        fake.process(variables, PID + 5, "")
+        fake.write(f"/proc/{PID + 5}/comm", "raylet\n")
+        assert fake.has(host.ray, *expected)
 
 
 # Pools
@@ -458,6 +418,8 @@ def test_a_pool_directory_that_cannot_be_used_is_an_error(
     assert fake.has(pools.pool_directory, "error", part)
     monkeypatch.setenv("MEMSAVER_POOL_DIR", "here")
     assert fake.has(pools.pool_directory, "error", "expected an absolute path")
+    fake.machine.brokers.append(Broker(Path("/run/a.sock"), None, "the broker at /run/a.sock did not answer"))
+    assert fake.has(pools.brokers, "error", "did not answer")
 
 
 def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,11 +439,6 @@ def test_brokers_that_run_that_left_a_socket_and_of_another_version(monkeypatch:
         assert "broker --stop" in wrong.remedy
         with pytest.raises(memsaver.BrokerError, match=f"\n{errors.CHECKED}$"):
             broker.status()
-
-
-def test_a_broker_that_does_not_answer_is_an_error(fake: Fake) -> None:
-    fake.machine.brokers.append(Broker(Path("/run/a.sock"), None, "the broker at /run/a.sock did not answer"))
-    assert fake.has(pools.brokers, "error", "did not answer")
 
 
 @pytest.mark.parametrize(

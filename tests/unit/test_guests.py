@@ -313,11 +313,11 @@ def test_wrong_arguments_of_a_guest_raise() -> None:
 def test_workspaces_are_cleared_before_the_cache_in_a_pause(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a torch with CUDA that has used it."""
     cleared: list[str] = []
+    uses_cuda = False
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_cuda)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: cleared.append("empty cache"))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: cleared.append("clear"), raising=False)
     memsaver.register(Workspaces(tag))
-    uses_cuda = False
     memsaver.pause(tag)
     memsaver.resume(tag)
     uses_cuda = True

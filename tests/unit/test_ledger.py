@@ -140,6 +140,11 @@ def test_a_guest_has_a_row(tag: str) -> None:
 DRIVER_S = 300  # bytes that the driver itself has
 
 
+def sums(found: ledger.Ledger) -> Sums:
+    assert len({(row.pid, row.kind) for row in found.rows}) == len(found.rows)
+    return {(row.pid, row.kind): row.bytes for row in found.rows}
+
+
 def test_chunks_of_a_pool_count_for_their_holder_or_as_idle() -> None:
     """The driver lists a pool of 100 bytes for its clients' handles, for its broker, or for no process."""
     for holdings, imported in (
@@ -154,6 +159,11 @@ def test_chunks_of_a_pool_count_for_their_holder_or_as_idle() -> None:
             (1, "region"): 60, (1, "unknown"): 10, (2, "region"): 20, (2, "unknown"): 10, (9, "pool idle"): 20,
             (None, "unlisted"): DRIVER_S,
         }  # fmt: skip
+    # A guest claims too much: rows that memsaver counts itself stay, and none is negative.
+    one = Report(1, "one", [("region", "a", "active", 60)], 0)
+    guest = Report(2, "two", [("region", "b", "active", 60), ("guest", "", "", 50), ("torch", "", "", -5)], 0)
+    found = account(Device(150, [(1, 60, None), (2, 80, None)], False), [one, guest], None)
+    assert sums(found) == {(1, "region"): 60, (2, "region"): 60, (2, "guest"): 30} and not found.is_consistent
 
 
 def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_them() -> None:
@@ -169,19 +179,6 @@ def test_chunks_of_a_process_that_has_exited_count_for_the_process_that_keeps_th
         assert sums(found) == rows
         assert [row.label for row in found.rows if row.kind == "pool held"] == ["of pid 1, which has exited"]
     assert accounts._report({**client, "kept_by": []}).pid == 1
-
-
-def test_figures_that_contradict_each_other_leave_no_negative_row() -> None:
-    """A guest claims too much: rows that memsaver counts itself stay."""
-    one = Report(1, "one", [("region", "a", "active", 60)], 0)
-    guest = Report(2, "two", [("region", "b", "active", 60), ("guest", "", "", 50), ("torch", "", "", -5)], 0)
-    found = account(Device(150, [(1, 60, None), (2, 80, None)], False), [one, guest], None)
-    assert sums(found) == {(1, "region"): 60, (2, "region"): 60, (2, "guest"): 30} and not found.is_consistent
-
-
-def sums(found: ledger.Ledger) -> Sums:
-    assert len({(row.pid, row.kind) for row in found.rows}) == len(found.rows)
-    return {(row.pid, row.kind): row.bytes for row in found.rows}
 
 
 SIZES = st.integers(0, 100)
@@ -263,18 +260,16 @@ def test_a_report_survives_its_message_and_the_rows_of_a_long_one_are_joined(
 REPORT = {"imported_bytes": 0, "host_held_bytes": 0, "rows": [], "regions": []}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_a_malformed_report_is_refused() -> None:
+    assert ledger.decoded(json.dumps(REPORT)) == REPORT
+    wrong: list[dict[str, Any]] = [
         {"imported_bytes": "0"}, {"host_held_bytes": None}, {"rows": {}}, {"rows": [["a", "b", "c"]]},
         {"rows": [["a", "b", "c", True]]}, {"rows": [["a", 1, "c", 2]]}, {"rows": [["a", "b", "c", 1 << 63]]},
         {"rows": [["a" * 101, "", "", 1]]}, {"rows": [["a", "", "", 1]] * 201}, {"regions": [["a", "b", "c", 1, 2]]},
-    ],
-)  # fmt: skip
-def test_a_malformed_report_is_refused(change: dict[str, Any]) -> None:
-    assert ledger.decoded(json.dumps(REPORT)) == REPORT
-    with pytest.raises(ValueError):
-        ledger.decoded(json.dumps(REPORT | change))
+    ]  # fmt: skip
+    for change in wrong:
+        with pytest.raises(ValueError):
+            ledger.decoded(json.dumps(REPORT | change))
 
 
 # Text and errors
@@ -317,14 +312,8 @@ def test_out_of_memory_has_the_rows_of_stats(make: Make) -> None:
     assert f"region {region.tag} (active) {size}" in line
     copy = pickle.loads(pickle.dumps(caught.value))
     assert (str(copy), vars(copy)) == (str(caught.value), vars(caught.value))
-    del held
-
-
-def test_torchs_error_has_the_rows_as_notes(make: Make) -> None:
-    outer, inner = make(), make()
-    held = blocks(outer, [2 * MIB])
-    with pytest.raises(torch.OutOfMemoryError) as caught, outer, inner:
+    with pytest.raises(torch.OutOfMemoryError) as of_torch, region, make():
         raise torch.OutOfMemoryError("CUDA out of memory")
-    notes = caught.value.__notes__
-    assert len(notes) == 1 and f"region {outer.tag} (active)" in notes[0]
+    [note] = of_torch.value.__notes__
+    assert f"region {region.tag} (active)" in note
     del held

@@ -82,16 +82,6 @@ def test_tensors_of_factories_land_in_the_region_and_equal_those_of_torch(make: 
         assert made[name].dtype == expected[name].dtype and torch.equal(made[name], expected[name]), name
 
 
-@pytest.mark.parametrize("shape", [(), 5, [2, 3], (2, 0, 3), torch.Size([4, 1]), np.int64(4), (np.int32(2), 3)])
-def test_region_empty_takes_shapes_as_torch_does(make: Make, shape: Any) -> None:
-    region = make()
-    made = region.empty(shape)
-    assert made.shape == torch.empty(shape).shape
-    assert made.dtype == torch.get_default_dtype()
-    assert made.is_contiguous() and made.device.type == "cpu"
-    assert inside(region, made) == (made.numel() > 0)
-
-
 def test_an_await_inside_a_with_statement_raises_at_its_end(make: Make) -> None:
     weights = make("host")
 
@@ -128,21 +118,8 @@ def test_an_await_inside_a_with_statement_raises_at_its_end(make: Make) -> None:
         assert inside(weights, torch.ones(4))
 
 
-def test_modes_and_gradients_of_torch_work_inside(make: Make) -> None:
+def test_other_tensors_are_left_alone_and_modes_of_torch_work_inside(make: Make) -> None:
     region = make("host")
-    with region:
-        made = torch.ones(3, requires_grad=True)
-        with torch.no_grad():
-            second = torch.ones(3)
-        with torch.inference_mode():
-            third = torch.ones(3)
-    assert made.requires_grad and made.is_leaf and all(inside(region, each) for each in (made, second, third))
-    (made * 2).sum().backward()
-    assert made.grad is not None and made.grad.tolist() == [2, 2, 2]
-
-
-def test_other_tensors_are_left_alone(make: Make) -> None:
-    region = make()
     out = torch.empty(3)
     pointer = out.data_ptr()
     with region:
@@ -158,6 +135,20 @@ def test_other_tensors_are_left_alone(make: Make) -> None:
     assert meta.device.type == also_meta.device.type == "meta" and empty.device.type == "cpu"
     assert [tuple(tensor.shape) for tensor in made] == [(0,), (3, 0), (0,), (0, 5)]
     assert (region.allocated_bytes, region.mapped_bytes) == (0, 0)
+    shapes: list[Any] = [(), 5, [2, 3], (2, 0, 3), torch.Size([4, 1]), np.int64(4), (np.int32(2), 3)]
+    for shape in shapes:
+        tensor, expected = region.empty(shape), torch.empty(shape)
+        assert (tensor.shape, tensor.dtype, tensor.stride()) == (expected.shape, expected.dtype, expected.stride())
+        assert inside(region, tensor) == (tensor.numel() > 0) and tensor.device.type == "cpu"
+    with region:
+        leaf = torch.ones(3, requires_grad=True)
+        with torch.no_grad():
+            second = torch.ones(3)
+        with torch.inference_mode():
+            third = torch.ones(3)
+    assert leaf.is_leaf and all(inside(region, each) for each in (leaf, second, third))
+    (leaf * 2).sum().backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [2, 2, 2]
 
 
 def test_the_local_part_of_a_dtensor_lands_in_the_region(make: Make) -> None:
@@ -196,40 +187,30 @@ def test_regions_nest_and_the_innermost_takes(make: Make) -> None:
                     tensors.append(torch.ones(3))
             tensors.append(torch.ones(3))
         tensors.append(torch.ones(3))
+        with pytest.raises(memsaver.Error, match=f"region {inner.tag!r} cannot be left: this thread is not inside it"):
+            inner.__exit__(None, None, None)
+        tensors.append(torch.ones(3))
     with pytest.raises(KeyError), outer, memsaver.outside(), outer:
         raise KeyError
     tensors.append(torch.ones(3))
+    # Coroutines of one thread, each with a region of its own, leave in any order.
+    outer.__enter__()
+    inner.__enter__()
+    outer.__exit__(None, None, None)
+    tensors.append(torch.ones(3))
+    inner.__exit__(None, None, None)
+    tensors.append(torch.ones(3))
     places = ["outer" if inside(outer, each) else "inner" if inside(inner, each) else "-" for each in tensors]
-    assert places == ["outer", "inner", "outer", "-", "inner", "-", "outer", "inner", "outer", "-"]
-
-
-def test_a_region_that_is_left_before_a_newer_one_takes_no_more(make: Make) -> None:
-    """As coroutines of one thread do, each with a region of its own."""
-    first, second = make(), make()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert inside(second, torch.ones(3))
-    second.__exit__(None, None, None)
-    tensor = torch.ones(3)
-    assert not inside(first, tensor) and not inside(second, tensor)
-
-
-def test_leaving_a_region_that_was_not_entered_raises(make: Make) -> None:
-    region, other = make(), make()
-    with pytest.raises(memsaver.Error, match=f"region {region.tag!r} cannot be left: this thread is not inside it"):
-        region.__exit__(None, None, None)
-    with other:
-        with pytest.raises(memsaver.Error, match="cannot be left"):
-            region.__exit__(None, None, None)
-        assert inside(other, torch.ones(3))
+    expected = ["outer", "inner", "outer", "-", "inner", "-", "outer", "inner", "outer", "outer", "-", "inner", "-"]
+    assert places == expected
 
 
 def test_a_thread_that_ended_inside_a_region_counts_as_having_left(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also for torch: its route ends, and its pool is idle, although torch refuses to end another route."""
-    region, closed, adapter = make(), make(), memsaver._adapter.adapter()
+    region, closed, *others = (make() for _ in range(4))
+    adapter = memsaver._adapter.adapter()
     ended: list[object] = []
     pools: Any = SimpleNamespace(take_back=ended.append, free_blocks=list)
 
@@ -263,16 +244,12 @@ def test_a_thread_that_ended_inside_a_region_counts_as_having_left(
     assert ended == [3, 4, "pool"]
     assert f"thread {thread.ident} has ended inside {region.tag!r}: it counts as having left" in caplog.text
     region.resume()
-
-
-def test_a_new_thread_with_the_number_of_an_ended_one_is_not_inside_its_region(make: Make) -> None:
-    region, other = make(), make()
-    for entered in (region, other):  # on Linux the second thread mostly gets the number of the first one
+    for entered in others:  # on Linux the second thread mostly gets the number of the first one
         thread = threading.Thread(target=entered.__enter__)
         thread.start()
         thread.join()
-    region.close()
-    other.close()
+    for each in others:
+        each.close()
 
 
 def test_entering_concerns_the_thread_alone(make: Make, threads: ThreadPoolExecutor) -> None:
