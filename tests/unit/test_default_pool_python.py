@@ -68,12 +68,12 @@ def pools(side: MadeUpSidePools) -> tuple[DefaultPools, Any, Any]:
 def test_threads_are_away_while_a_default_pool_is_paused_or_about_to_be(
     side: MadeUpSidePools, pools: Any, seed: int
 ) -> None:
-    """Other transitions and threads refresh their routes at any time."""
+    """Other transitions and threads refresh their routes at any time. No thread moves during a capture."""
     made, *both = pools
     choose, expected = random.Random(seed), list[tuple[Any, set[int]]]()
     for _ in range(500):
         region = choose.choice(both)
-        act = choose.choice(["expect", "end", "end", "change", "refresh", "refresh"])
+        act = choose.choice(["expect", "end", "end", "change", "refresh", "refresh", "capture"])
         before = set(side.now)
         if act == "expect":
             regions = choose.choice([[region], both, [MadeUpRegion("cuda:0")], []])
@@ -81,6 +81,14 @@ def test_threads_are_away_while_a_default_pool_is_paused_or_about_to_be(
             expected.append((made.expect_pause(regions), numbers))
             active = {number for number in numbers if both[number].state in ("active", "pausing")}
             assert side.now == before | active, "regions without memory are left alone"
+        elif act == "capture" and region.state == "active" and both.index(region) not in before:
+            _core.capture_begins()
+            try:
+                with pytest.raises(memsaver.Error, match="a CUDA graph is being captured"):
+                    made.expect_pause([region])
+            finally:
+                _core.capture_ends()
+            assert side.now == before
         elif act == "end" and expected:
             expected.pop(choose.randrange(len(expected)))[0]()
             assert side.now == before
@@ -91,19 +99,6 @@ def test_threads_are_away_while_a_default_pool_is_paused_or_about_to_be(
             about = set().union(*(numbers for _, numbers in expected))
             assert side.now == {number for number in before if number in about or both[number].state != "active"}
     assert {("begin", 0), ("begin", 1), ("end", 0), ("end", 1)} <= set(side.calls)
-
-
-def test_no_thread_moves_during_a_capture(side: MadeUpSidePools, pools: Any) -> None:
-    made, first, _ = pools
-    _core.capture_begins()
-    try:
-        with pytest.raises(memsaver.Error, match="a CUDA graph is being captured"):
-            made.expect_pause([first])
-    finally:
-        _core.capture_ends()
-    side.begin(0, "plain")
-    made.move_threads_back()
-    assert side.calls == [("begin", 0), ("end", 0)], "nothing is expected any more"
 
 
 def test_a_dropped_pause_may_end_in_any_line(side: MadeUpSidePools, pools: Any) -> None:
@@ -208,23 +203,15 @@ def test_a_second_call_needs_the_same_arguments_and_a_new_tag(pools: Any, make: 
 SIZES = "large_segment_size_mb:32"
 
 
-@pytest.mark.parametrize(
-    ("release", "former", "expected"),
-    [
+def test_settings_of_torch_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for release, former, expected in [
         ((2, 11), "max_split_size_mb:512", f"max_split_size_mb:512,expandable_segments:True,{SIZES}"),
         ((2, 11), "expandable_segments: True", f"expandable_segments: True,{SIZES}"),
         ((2, 11), "expandable_segments:true,large_segment_size_mb:256", None),
         ((2, 10), "max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"),
-    ],
-)
-def test_settings_of_torch_are_kept(
-    release: tuple[int, int], former: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "RELEASE", release)
-    assert module._with_segments(former) == (former if expected is None else expected)
-
-
-@pytest.mark.parametrize("settings", ["expandable_segments:False", "expandable_segments: false,max_split_size_mb:64"])
-def test_segments_that_the_user_turned_off_are_not_turned_on(settings: str) -> None:
-    with pytest.raises(memsaver.Error, match="expandable_segments: ?[Ff]alse"):
-        module._with_segments(settings)
+    ]:
+        monkeypatch.setattr(module, "RELEASE", release)
+        assert module._with_segments(former) == (expected or former)
+    for off in ("expandable_segments:False", "expandable_segments: false,max_split_size_mb:64"):
+        with pytest.raises(memsaver.Error, match="expandable_segments: ?[Ff]alse"):
+            module._with_segments(off)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -28,14 +27,6 @@ class Slow(memsaver.Guest):
         raise OSError("no network")
 
 
-@pytest.fixture
-def slow(tag: str) -> Iterator[Slow]:
-    guest = Slow(tag)
-    memsaver.register(guest)
-    yield guest
-    guest.let_go.set()
-
-
 def names(record: memsaver.figures.TransitionRecord) -> list[str]:
     return [each.name for each in record.stages]
 
@@ -55,10 +46,20 @@ def test_transitions_are_in_the_history_with_their_stages_and_bytes(make: Make) 
     assert ends == pytest.approx([*(each.began_s for each in pause.stages[1:]), pause.seconds])
     assert (pause.released_bytes, pause.copied_bytes) == (done.released_bytes, done.copied_bytes) != (0, 0)
     assert (resume.restored_bytes, resume.copied_bytes) == (back.restored_bytes, back.copied_bytes) != (0, 0)
-    assert pause.number + 1 == resume.number
-    assert pause.began <= resume.began
+    assert pause.number + 1 == resume.number and pause.began <= resume.began
     assert pause.thread == threading.current_thread().name
     block.check()
+
+
+def test_the_history_keeps_the_last_thousand(make: Make) -> None:
+    region = make()
+    region.pause()
+    first = memsaver.history()[-1].number
+    for _ in range(1000):
+        region.pause()
+    found = memsaver.history()
+    assert [each.number for each in found] == list(range(first + 1, first + 1001))
+    assert len(_results._recorders) == 1000
 
 
 def test_the_transition_under_way_is_in_the_history_with_its_stage(make: Make) -> None:
@@ -78,7 +79,9 @@ def test_the_transition_under_way_is_in_the_history_with_its_stage(make: Make) -
     assert [each.outcome for each in memsaver.history()[-2:]] == ["done", "done"]
 
 
-def test_stages_of_guests_have_their_names(slow: Slow, tag: str) -> None:
+def test_stages_of_guests_have_their_names(tag: str) -> None:
+    slow = Slow(tag)
+    memsaver.register(slow)
     moving = memsaver.start(pause=tag)
     assert slow.leaves.wait(60)
     last = memsaver.history()[-1].stages[-1]
@@ -91,14 +94,3 @@ def test_stages_of_guests_have_their_names(slow: Slow, tag: str) -> None:
     assert (record.outcome, record.resume) == ("failed", (tag,))
     assert record.error == "GuestError: guest 'slow' could not come back: OSError: no network"
     assert names(record)[-2:] == ["guests", "guests come back"]
-
-
-def test_the_history_keeps_the_last_thousand(make: Make) -> None:
-    region = make()
-    region.pause()
-    first = memsaver.history()[-1].number
-    for _ in range(1000):
-        region.pause()
-    found = memsaver.history()
-    assert [each.number for each in found] == list(range(first + 1, first + 1001))
-    assert len(_results._recorders) == 1000

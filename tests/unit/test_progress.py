@@ -43,15 +43,15 @@ def is_shown() -> bool:
     return any(each.name == "memsaver progress" for each in threading.enumerate())
 
 
+# The bytes of the core
+
+
 def warm(region: memsaver.Region) -> Block:
     """A block in the region, with host memory for it."""
     block = Block(region, ALL)
     region.pause()
     region.resume()
     return block
-
-
-# The bytes of the core
 
 
 def test_copied_bytes_advance_with_each_batch_in_both_directions(make: Make) -> None:
@@ -180,8 +180,16 @@ def test_a_log_line_takes_the_place_of_a_bar_without_a_terminal(
 def test_an_interrupt_while_the_display_begins_ends_it(
     make: Make, stderr: Terminal, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
 ) -> None:
+    """A terminal without tqdm is an error. Both come before anything moves."""
     region = make("host")
     stderr.is_terminal = is_terminal
+    if is_terminal:
+        before = memsaver.history()
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "tqdm", None)
+            with pytest.raises(ModuleNotFoundError, match=r"from pip install 'memsaver\[progress\]'") as missing:
+                region.pause(progress=True)
+        assert missing.value.name == "tqdm" and memsaver.history() == before
     monkeypatch.setattr(_results, "_LOG_S", 0.001)
     start = threading.Thread.start
 
@@ -195,16 +203,3 @@ def test_an_interrupt_while_the_display_begins_ends_it(
     assert region.state == "active"
     until(lambda: not is_shown(), within_s=20)
     del caught  # until here it keeps the transition
-
-
-def test_a_terminal_without_tqdm_is_an_error_before_anything_moves(
-    make: Make, stderr: Terminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    region = make("host")
-    before = memsaver.history()
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with pytest.raises(ModuleNotFoundError, match=r"expected it from pip install 'memsaver\[progress\]'") as caught:
-        region.pause(progress=True)
-    assert caught.value.name == "tqdm"
-    assert region.state == "active" and memsaver.history() == before
-    region.pause()

@@ -75,28 +75,26 @@ def test_the_thread_sets_no_marks(make: Make, stream: int) -> None:
     assert controls.capture_end(), "a mark broke the capture"
 
 
-def test_an_allocation_waits_for_memory_that_another_region_freed(make: Make, stream: int) -> None:
-    busy, other = make(), make()
+@pytest.mark.parametrize("way", ["allocation", "resume", "in vain"])
+def test_a_shortage_waits_for_memory_that_another_region_freed_up_to_a_bound(make: Make, stream: int, way: str) -> None:
+    busy, other = make(), make("host")
+    late = Block(other, SIZE, seed=1) if way == "resume" else None
+    if late is not None:
+        other.pause()
     block = Block(busy, SIZE)
     with Fill():
-        freed = free_under_a_kernel(stream, block, 0.5)
+        freed = free_under_a_kernel(stream, block, None if way == "in vain" else 0.5)
         del block
-        late = Block(other, SIZE)
+        if late is not None:
+            other.resume()
+        elif way == "in vain":
+            with pytest.raises(memsaver.OutOfMemoryError):
+                Block(other, SIZE)
+            assert controls.clock_now() >= freed + WAIT_S
+            controls.stream_release(stream)
+        late = late or Block(other, SIZE)
         assert controls.clock_now() >= freed + 0.5
         late.check()
-
-
-def test_a_resume_waits_for_memory_that_another_region_freed(make: Make, stream: int) -> None:
-    busy, other = make(), make("host")
-    held = Block(other, SIZE, seed=1)
-    other.pause()
-    block = Block(busy, SIZE)
-    with Fill():
-        freed = free_under_a_kernel(stream, block, 0.5)
-        del block
-        other.resume()
-        assert controls.clock_now() >= freed + 0.5
-        held.check()
 
 
 def test_two_allocations_wait_for_the_same_freed_memory_without_marks(
@@ -116,16 +114,3 @@ def test_two_allocations_wait_for_the_same_freed_memory_without_marks(
         controls.go_on("cuMemUnmap")
         taken = [each.result(60) for each in both]
     del taken
-
-
-def test_the_wait_for_freed_memory_is_bounded(make: Make, stream: int) -> None:
-    busy, other = make(), make()
-    block = Block(busy, SIZE)
-    with Fill():
-        freed = free_under_a_kernel(stream, block, None)
-        del block
-        with pytest.raises(memsaver.OutOfMemoryError):
-            Block(other, SIZE)
-        assert controls.clock_now() >= freed + WAIT_S
-        controls.stream_release(stream)
-        Block(other, SIZE).check()
