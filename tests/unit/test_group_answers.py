@@ -110,13 +110,19 @@ def test_a_member_that_hangs_after_the_commit_ends_the_turn_and_refuses_the_next
 
 
 def test_contents_of_a_late_resume_count_as_not_written(group: Group, members: list[Any]) -> None:
+    """Another member can take the place of one that hangs."""
     group.enter("off")
     members[0].hold("resume")
     fails(group, "on", "engine 0 could not resume", timeout=0.5, restore=False)
     members[0].let_go()
     until(lambda: enters(group, "off"))
     fails(group, "on", "the phase that was to write them failed")
-    group.enter("on", restore=False)
+    members[0].hold("resume")
+    fails(group, "on", "engine 0 could not resume", timeout=0.5, restore=False)
+    with pytest.raises(ValueError, match="there is no 'engine' 3; there are 'engine 0', 'engine 1'"):
+        group.replace("engine", 3, Halved())
+    group.replace("engine", 0, Halved())
+    assert group.enter("on", restore=False).phase == "on"
 
 
 def test_members_pause_again_with_the_time_of_the_whole_turn(
@@ -135,15 +141,6 @@ def test_members_pause_again_with_the_time_of_the_whole_turn(
     fails(group, "on", "engine 1 could not resume 'a': OSError: not now", timeout=0.5)
     (again,) = [options for method, _, options in members[0].calls if method == "pause"]
     assert again["timeout"] > 0
-
-
-def test_another_member_takes_the_place_of_one_that_hangs(group: Group, members: list[Any]) -> None:
-    members[0].hold("resume")
-    fails(group, "on", "engine 0 could not resume", timeout=0.5)
-    with pytest.raises(ValueError, match="there is no 'engine' 3; there are 'engine 0', 'engine 1'"):
-        group.replace("engine", 3, Halved())
-    group.replace("engine", 0, Halved())
-    assert group.enter("on").phase == "on"
 
 
 def test_a_prepared_pause_is_left_to_the_next_group_or_aborted(make: Callable[..., Any]) -> None:

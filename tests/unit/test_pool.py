@@ -165,7 +165,9 @@ def test_an_exchanged_part_of_a_demand_is_served_before_its_rest(pool: Pool, one
     assert two.held_bytes == 2 * LARGE + 3 * SMALL
 
 
-def test_the_smallest_sufficient_chunk_is_broken_up(pool: Pool, one: Client, two: Client) -> None:
+def test_the_smallest_sufficient_chunk_is_broken_up(
+    pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     give(pool, borrow(pool, one, GIB, GIB, GIB, *[LARGE] * 3, *[MEDIUM] * 8))
     want(pool, two, (SMALL, SMALL, 10 * SMALL))
     served = settle(pool)
@@ -173,21 +175,17 @@ def test_the_smallest_sufficient_chunk_is_broken_up(pool: Pool, one: Client, two
     [(member, chunk)] = pool.take_drops()
     assert (member, chunk.size, pool.leaving_bytes) == (one, MEDIUM, MEDIUM)
     assert drops_of(pool) == []  # one is enough
+    with monkeypatch.context() as patch:
+        patch.setattr(pools, "DROP_GRACE_S", 0.0)  # the client does not answer
+        assert [demand.client for demand in settle(pool).stalled] == [two]
+        assert len(pool.take_drops()) == 1  # another one is tried
     pool.drop(one, [chunk.id])  # its bytes are free when nobody has a handle
     assert granted(settle(pool)) == [SMALL] * 10
     assert pool.total_bytes == CAPACITY - MEDIUM + 10 * SMALL
-
-
-def test_a_client_that_does_not_drop_a_chunk_is_reported_as_stalled(
-    pool: Pool, one: Client, two: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give(pool, borrow(pool, one, GIB, GIB, GIB, GIB))
-    want(pool, two, (SMALL, SMALL, SMALL))
-    assert settle(pool).stalled == [] and len(pool.take_drops()) == 1
-    monkeypatch.setattr(pools, "DROP_GRACE_S", 0.0)
-    served = settle(pool)
-    assert [demand.client for demand in served.stalled] == [two]
-    assert len(pool.take_drops()) == 1  # another one is tried
+    gone, drops = pool.release_idle(3 * GIB), pool.take_drops()  # small chunks first
+    assert gone == 3 * LARGE + 6 * MEDIUM and pool.idle_bytes == 3 * GIB
+    assert {each.size for _, each in drops} == {LARGE, MEDIUM}
+    assert pool.release_idle(3 * GIB) == 0 and pool.take_drops() == []
 
 
 def test_a_full_driver_leads_to_smaller_chunks_and_to_idle_ones(
@@ -205,19 +203,6 @@ def test_a_full_driver_leads_to_smaller_chunks_and_to_idle_ones(
     pool.keep_only(one, set())  # no handle delays it
     want(pool, two, (SMALL, SMALL, 2 * SMALL))  # below the capacity, and the driver has nothing
     assert granted(settle(pool)) == [SMALL, SMALL]
-
-
-def test_trim_releases_small_chunks_first_and_keeps_the_given_bytes(
-    pool: Pool, memory: CountedMemory, one: Client
-) -> None:
-    give(pool, borrow(pool, one, GIB, LARGE, SMALL, SMALL))
-    gone, drops = pool.release_idle(GIB), pool.take_drops()
-    assert gone == LARGE + 2 * SMALL
-    assert pool.idle_bytes == GIB
-    assert {chunk.size for _, chunk in drops} == {LARGE, SMALL}
-    assert pool.release_idle(GIB) == 0 and pool.take_drops() == []
-    pool.drop(one, [chunk.id for _, chunk in drops])
-    assert pool.total_bytes == sum(memory.sizes.values()) == GIB
 
 
 def test_a_new_head_of_the_queue_does_not_wait_out_the_pause_of_the_last_one(

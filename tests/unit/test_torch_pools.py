@@ -50,14 +50,12 @@ def region(monkeypatch: pytest.MonkeyPatch, tag: str) -> Iterator[memsaver.Regio
     yield region
 
 
-def test_free_blocks_are_not_copied(region: memsaver.Region) -> None:
-    assert region.pause(backup="host").copied_bytes == BYTES - 2 * MIB
-
-
 def test_allocations_of_a_region_are_those_of_a_list_that_lie_in_it(
     monkeypatch: pytest.MonkeyPatch, region: memsaver.Region, make: Make
 ) -> None:
-    """The list of torch's default pool has the blocks of all pools."""
+    """The list of torch's default pool has the blocks of all pools. Free blocks are not copied."""
+    assert region.pause(backup="host").copied_bytes == BYTES - 2 * MIB
+    region.resume()
     others = make().empty(MIB, torch.uint8)
     [(begin, nbytes)] = region._core.live()
     blocks = [
@@ -67,6 +65,8 @@ def test_allocations_of_a_region_are_those_of_a_list_that_lie_in_it(
     blocks.append({"address": begin, "size": nbytes, "state": "active_allocated"})
     monkeypatch.setattr(torch_pools, "snapshot", lambda pool_id: [{"blocks": blocks if pool_id == (7, 7) else []}])
     assert adapter().blocks(region) == [(begin, nbytes)]
+    with pytest.raises(memsaver.Error, match="has no torch._C._cuda_nothing, expected a build of torch 2.8 or newer"):
+        private("_cuda_nothing")
 
 
 def test_ends_of_blocks_have_no_place_in_a_common_copy(
@@ -137,11 +137,6 @@ def test_a_list_of_blocks_keeps_references(monkeypatch: pytest.MonkeyPatch, take
     assert (sys.getrefcount(first), sys.getrefcount(second)) == expected
     assert sys.getrefcount(False) > of_false - 100  # which other threads take and release meanwhile
     torch_pools._takes_references.cache_clear()
-
-
-def test_a_function_that_torch_lacks_is_named() -> None:
-    with pytest.raises(memsaver.Error, match="has no torch._C._cuda_nothing, expected a build of torch 2.8 or newer"):
-        private("_cuda_nothing")
 
 
 # Routes
@@ -218,22 +213,19 @@ def test_torch_up_to_2_12_empties_pools_that_are_never_destroyed(
 ) -> None:
     """It ends the process in the destructor while any thread of the process is routed."""
     emptied: list[list[int]] = []
-    monkeypatch.setattr(torch_routes, "RELEASE", (2, 12))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(list(calls.released)))
-    routes = Routes()
-    for first in (1, 3):
-        routes.drop(2, [Pool(first, calls), Pool(first + 1, calls)])
-    assert calls.gone == [] and calls.routes == {}
-    assert emptied == [[1, 2], [1, 2, 3, 4]]
-
-
-def test_no_pool_is_dropped_during_a_capture(calls: TorchCalls) -> None:
-    routes = Routes()
     _core.capture_begins()
     try:
-        routes.drop(0, [Pool(1, calls)])
-        assert calls.gone == []
+        routes.drop(0, [Pool(9, calls)])
+        assert calls.gone == []  # during a capture
     finally:
         _core.capture_ends()
     routes.drop(0, [])
-    assert calls.gone == [(1, {})]
+    assert calls.gone == [(9, {})]
+    calls.gone.clear()
+    monkeypatch.setattr(torch_routes, "RELEASE", (2, 12))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(list(calls.released)))
+    older = Routes()
+    for first in (1, 3):
+        older.drop(2, [Pool(first, calls), Pool(first + 1, calls)])
+    assert calls.gone == [] and calls.routes == {}
+    assert emptied == [[1, 2], [1, 2, 3, 4]]
