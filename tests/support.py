@@ -257,7 +257,7 @@ class Fill:
     def __init__(self, leave: int = 0, device: str = "cpu") -> None:
         self.driver = _core.open_driver(device)
         self.handles: list[int] = []
-        missing = free_bytes(device) - leave
+        self.nbytes = missing = free_bytes(device) - leave
         assert missing >= 0 and missing % PAGE == 0
         while missing:
             size = next(size for size in (256 * MIB, 32 * MIB, PAGE) if size <= missing)

@@ -27,14 +27,8 @@ PRIVATE = {
 }  # fmt: skip
 # The files that may make a system call: device memory only in the drivers, host memory in backups and the ledger.
 SYSTEM = {
-    r"\bcu(?:Mem|Ctx|Device|Stream|Event|Init)\w*": {
-        "calls",
-        "contexts",
-        "cuda_api",
-        "driver",
-        "default_pools",
-        "physical",
-    },
+    r"\bcu(?:Mem|Ctx|Device|Stream|Event|Init)\w*": {"calls", "contexts", "cuda_api", "driver", "physical"}
+    | {"default_pools"},
     r"\bnvml[A-Z]\w*": {"cuda_api"},
     r"\bdlopen\b": {"cuda_api", "preload", "default_pools"},
     r"\bmemfd_create\b": {"addresses", "common_memory"},
@@ -50,11 +44,7 @@ SYSTEM = {
 }
 
 # The examples: the engine and the trainer do not import each other, only the modules above import both.
-COLOCATE = {
-    "engine": {"engine", "model"},
-    "trainer": {"trainer", "model", "grpo"},
-    "model": {"model"},
-}
+COLOCATE = {"engine": {"engine", "model"}, "trainer": {"trainer", "model", "grpo"}, "model": {"model"}}
 
 
 def code_of(path: Path) -> str:
@@ -70,10 +60,6 @@ def includes(path: Path) -> list[Path]:
     return [Path(header) for header in re.findall(r'#include "([^"]+)"', code_of(path))]
 
 
-def test_every_source_is_in_a_folder_of_the_order() -> None:
-    assert {path.name for path in (ROOT / "csrc").iterdir()} == {*FOLDERS, APART}
-
-
 def rows_of_the_source_tree(folder: str) -> list[list[str]]:
     """The parts of a folder that each row of docs/source-tree.md names in its first column."""
     text = (ROOT / "docs/source-tree.md").read_text()
@@ -81,11 +67,9 @@ def rows_of_the_source_tree(folder: str) -> list[list[str]]:
     return [[part.removesuffix(".py") for part in re.findall(rf"`{folder}/([\w.]+)`", row)] for row in rows]
 
 
-def test_the_source_tree_has_the_folders_of_the_core_in_their_order() -> None:
+def test_the_source_tree_has_the_folders_and_the_layers_in_their_order() -> None:
+    assert {path.name for path in (ROOT / "csrc").iterdir()} == {*FOLDERS, APART}
     assert rows_of_the_source_tree("csrc") == [[folder] for folder in (*FOLDERS, APART)]
-
-
-def test_the_source_tree_has_the_layers_of_the_package_in_their_order() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = [re.split(r" [|:] ", layer) for layer in reversed(contracts[0]["layers"])]
     height = {module: index for index, layer in enumerate(layers) for module in layer if module != "__main__"}

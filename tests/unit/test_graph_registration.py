@@ -69,14 +69,15 @@ def test_capture_is_refused_before_it_begins(
     assert (raised.value.option, raised.value.value) == ("NCCL_GRAPH_REGISTER", os.environ.get("NCCL_GRAPH_REGISTER"))
 
 
-def test_process_whose_nccl_registers_no_buffers_may_capture(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    join()
-    graphs.check_registration()
-
-
-@pytest.mark.parametrize(("backends", "ranks"), [("cpu:gloo", 2), ("cpu:gloo,cuda:nccl", 1)])
-def test_groups_without_communicators_of_several_ranks_do_not_matter(join: Join, backends: str, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("backends", "ranks", "registers"),
+    [("cpu:gloo", 2, None), ("cpu:gloo,cuda:nccl", 1, None), ("cpu:gloo,cuda:nccl", 2, "0")],
+)
+def test_process_whose_nccl_registers_no_buffers_may_capture(
+    join: Join, monkeypatch: pytest.MonkeyPatch, backends: str, ranks: int, registers: str | None
+) -> None:
     graphs.check_registration()  # no group
+    if registers is not None:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", registers)
     join(backends, ranks)
     graphs.check_registration()

@@ -100,19 +100,6 @@ def pair(make: Make) -> Pair:
     return Pair(make, backup=BACKUP, restore=RESTORE)
 
 
-def test_a_group_copies_only_the_contents_that_its_policies_keep(pair: Pair) -> None:
-    for _ in range(2):
-        assert pair.enter("train")[0] == 2 * MIB  # graphs, without the weights
-        assert (pair.weights.discarded, pair.graphs.discarded) == (True, False)
-        assert pair.enter("sync") == (0, 0)
-        pair.engine.blocks["weights"].fill(3)
-        assert pair.enter("rollout") == (MIB, 2 * MIB)
-        pair.check()
-        assert pair.enter("none")[0] == 3 * MIB  # by the regions' own policies
-        pair.enter("rollout")
-        pair.check()
-
-
 def test_pauses_are_lazy_by_phase_role_and_tag(make: Make) -> None:
     pair = Pair(make, lazy={"train": {"engine": {"weights": True}}, "none": True})
     assert pair.enter("train")[0] == 2 * MIB  # the graphs
@@ -190,16 +177,29 @@ def test_regions_resumed_for_writing_are_paused_without_contents_if_the_turn_fai
 
 
 def test_contents_count_as_not_written_if_the_phase_fails(pair: Pair) -> None:
+    for _ in range(2):  # contents move as the policies say
+        assert pair.enter("train")[0] == 2 * MIB  # graphs, without the weights
+        assert (pair.weights.discarded, pair.graphs.discarded) == (True, False)
+        assert pair.enter("sync") == (0, 0)
+        pair.engine.blocks["weights"].fill(3)
+        assert pair.enter("rollout") == (MIB, 2 * MIB)
+        pair.check()
+        assert pair.enter("none")[0] == 3 * MIB  # by the regions' own policies
+        pair.enter("rollout")
+        pair.check()
+
+    def breaks() -> None:
+        with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
+            raise OSError("broken")
+
     pair.enter("train")
-    with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
-        raise OSError("broken")
+    breaks()
     assert pair.states == ["active", "paused", "active"]
     pair.refuses("rollout", "the phase that was to write them failed; expected restore=False")
     assert pair.states == ["active", "paused", "active"]
     pair.enter("none")  # a copy that has no meaning
     pair.refuses("rollout", "the phase that was to write them failed")
-    with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
-        raise OSError("broken")
+    breaks()
     pair.refuses("rollout", "the phase that was to write them failed")
     pair.sync()
     pair.enter("rollout")
@@ -211,13 +211,9 @@ def test_contents_count_as_not_written_if_the_phase_fails(pair: Pair) -> None:
                 raise OSError("later")
     pair.enter("rollout")
     pair.check()
-
-
-def test_a_new_member_has_contents_of_its_own(pair: Pair, make: Make) -> None:
-    with pytest.raises(OSError, match="broken"), pair.group.enter("sync"):
-        raise OSError("broken")
+    breaks()
     pair.refuses("rollout", "the phase that was to write them failed")
-    pair.group.replace("engine", 0, pair.engine)
+    pair.group.replace("engine", 0, pair.engine)  # a new member has contents of its own
     pair.enter("rollout")
 
 
@@ -237,12 +233,6 @@ def test_members_get_their_policies_by_tag() -> None:
         assert [options["backup"] for method, _, options in member.calls if method == "prepare"] == [kept, None]
         assert [options["restore"] for method, _, options in member.calls if method == "resume"] == [restored]
         member.calls = []
-
-
-@pytest.mark.parametrize("base", [Colocated, AsyncColocated])
-def test_a_class_that_overrides_pause_is_refused(base: type) -> None:
-    with pytest.raises(TypeError, match=r"Old overrides pause\(\), expected colocated_drain"):
-        type("Old", (base,), {"pause": lambda self, tags=None: None})
 
 
 def test_wrong_arguments_of_a_group_are_refused() -> None:
@@ -288,3 +278,6 @@ def test_wrong_arguments_of_a_group_are_refused() -> None:
         with pytest.raises(kind, match="^" + text):
             group.enter(**{"name": "train", **one})
     assert engine.calls == []
+    for base in (Colocated, AsyncColocated):
+        with pytest.raises(TypeError, match=r"Old overrides pause\(\), expected colocated_drain"):
+            type("Old", (base,), {"pause": lambda self, tags=None: None})

@@ -227,19 +227,6 @@ class Kernel:
             self.window.expected[self.begin : self.end] = self.byte
 
 
-class Other:
-    """Memory of the device that is not a region's."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-        self._driver = _core.open_driver("cpu")
-        self._handles = [self._driver.create(nbytes)] if nbytes else []
-
-    def close(self) -> None:
-        while self._handles:
-            self._driver.release(self._handles.pop())
-
-
 class Device(RuleBasedStateMachine):
     """All calls that change regions, on a device with work in flight."""
 
@@ -249,11 +236,11 @@ class Device(RuleBasedStateMachine):
         super().__init__()
         use_device()
         drop_backups()
-        self.others: list[Other] = []
+        self.others: list[Fill] = []  # memory of the device that is not a region's
         wait_for(lambda: memsaver.region("flush", device="cpu").mapped_bytes == 0)
         Device.foreign = self.unknown_bytes()  # earlier sequences may have left memory behind
         self.ledger = Ledger()
-        self.others.append(Other(max(0, free_bytes() - ROOM)))
+        self.others.append(Fill(leave=min(free_bytes(), ROOM)))
         controls.virtual_clock(True)
         self.models: list[Model] = []
         self.streams = [controls.stream_create() for _ in range(STREAMS)]
@@ -568,7 +555,7 @@ class Device(RuleBasedStateMachine):
     @precondition(lambda self: len(self.others) < 3)
     @rule(leave=st.sampled_from([0, 2 * PAGE, 20 * MIB, 60 * MIB]))
     def another_takes_memory(self, leave: int) -> None:
-        self.others.append(Other(max(0, free_bytes() - leave)))
+        self.others.append(Fill(leave=min(free_bytes(), leave)))
 
     @precondition(lambda self: len(self.others) > 1)
     @rule()

@@ -1,4 +1,4 @@
-"""Forked processes in /proc: real ones, and those of a made-up /proc."""
+"""Forked processes in a made-up /proc. test_monitor.py and tests/integration/test_shared_pool.py have real ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ import pytest
 from memsaver.broker import procfs
 
 FORKED, STARTED, EXITING = 0x400040, 0x400000, 0x4  # flags after a fork, after an exec, and of an exit
-
-
-# Real processes. test_monitor.py and tests/integration/test_shared_pool.py have more of them.
-
-
-# A made-up /proc
 
 
 class Proc:
@@ -71,17 +65,14 @@ def test_exiting_processes_of_this_user_may_keep_descriptors(proc: Proc, monkeyp
     proc.add(14, "pipe:[7]", flags=STARTED | EXITING)
     proc.add(15, flags=0)
     assert [(status.pid, inodes) for status, inodes in procfs.keepers([8])] == [(11, set()), (12, set())]
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert list(procfs.keepers([8])) == []
-
-
-def test_a_scan_without_free_descriptors_raises(proc: Proc, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not taken for one that has found nothing."""
-    proc.add(11, "pipe:[7]")
+    with monkeypatch.context() as other_user:
+        other_user.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert list(procfs.keepers([8])) == []
 
     def exhausted(*_: object) -> list[str]:
         raise OSError(errno.EMFILE, "too many open files")
 
+    proc.add(16, "pipe:[7]")
     monkeypatch.setattr(os, "readlink", exhausted)
-    with pytest.raises(OSError, match="too many"):
+    with pytest.raises(OSError, match="too many"):  # it is not taken for a scan that has found nothing
         list(procfs.keepers([7]))
