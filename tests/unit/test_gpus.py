@@ -145,18 +145,6 @@ def test_an_mps_server_is_known_by_the_attribute_or_by_its_pipe(
         assert memory.under_mps() == _core.under_mps(device) == expected, (mps, folder)
 
 
-def test_chunks_that_were_exportable_stay_so() -> None:
-    """A later refusal is an error: no chunk is silently made without a descriptor. Nor is one on a full device."""
-    device = gpu(memory=8 * MIB)
-    address = gpus.take(device, 8 * MIB)
-    driver = _core.open_driver(device)
-    assert refused(lambda: driver.create(PAGE)).code == 2 and driver.exports()
-    gpus.give(device, address)
-    driver.release(driver.create(4 * PAGE))
-    controls.fail("cuMemCreate", 801)
-    assert refused(lambda: driver.create(PAGE)).code == 801 and driver.exports()
-
-
 @pytest.mark.parametrize(
     ("options", "call", "text"),
     [
@@ -227,15 +215,24 @@ def test_another_shortage_than_that_of_device_memory_has_its_call_and_its_resour
     assert used_bytes(device) == PAGE
 
 
-def test_released_memory_that_is_free_only_later_serves_a_resume() -> None:
-    first, second = (make(device, "none", tag) for device in [gpu(memory=GIB)] for tag in "ab")
-    segment = Segment(first, 600 * MIB)
+def test_a_full_device_or_a_later_refusal_makes_no_chunk_without_a_descriptor() -> None:
+    """Released memory that is free only later serves a resume."""
+    device = gpu(memory=8 * MIB)
+    address = gpus.take(device, 8 * MIB)
+    driver = _core.open_driver(device)
+    assert refused(lambda: driver.create(PAGE)).code == 2 and driver.exports()
+    gpus.give(device, address)
+    driver.release(driver.create(4 * PAGE))
+    controls.fail("cuMemCreate", 801)
+    assert refused(lambda: driver.create(PAGE)).code == 801 and driver.exports()
+    first, second = make(device, "none"), make(device, "none", "b")
+    held = Segment(first, 5 * MIB)
     first.pause()
-    other = Segment(second, 600 * MIB)
+    other = Segment(second, 5 * MIB)
     second.pause()
     controls.fail("cuMemCreate", 2, times=3)
     first.resume(memory_timeout=60)
-    assert segment.nbytes == other.nbytes
+    assert held.nbytes == other.nbytes
 
 
 # Contexts that died
@@ -363,33 +360,6 @@ def test_a_context_that_dies_in_a_transition_leaves_the_region_lost(threads: Thr
 # Peers
 
 
-def test_peer_candidates_are_active_and_can_access_the_device() -> None:
-    names = gpus.gpus(4)
-    one, two, three, four = (gpus.ordinal(name) for name in names)
-    gpus.change(names[2], reach="")  # it is reached, and reaches none
-    gpus.change(names[0], reach=f"{two}")
-    driver = _core.open_driver(names[0])
-    assert driver.peer_candidates() == []
-    for name in names[1:]:
-        gpus.activate(name)
-    assert driver.peer_candidates() == [two, four]
-    gpus.activate(names[1], on=False)
-    assert driver.peer_candidates() == [four]
-    assert _core.open_driver(names[3]).peer_candidates() == []  # device 2 is not active
-
-
-def test_a_copy_between_regions_of_two_devices_keeps_contents() -> None:
-    names = gpus.gpus(2)
-    regions, drivers = [make(name) for name in names], [_core.open_driver(name) for name in names]
-    for driver in drivers:
-        driver.use_peers(driver.peer_candidates())
-    one, two = [Segment(region, 5 * MIB, seed) for seed, region in enumerate(regions)]
-    drivers[1].copy_within(two.address, one.address, one.nbytes)
-    drivers[1].finish_copies()
-    two.expected = one.expected
-    two.check()
-
-
 def test_a_pause_waits_for_a_kernel_of_a_peer(threads: ThreadPoolExecutor) -> None:
     """A kernel whose memory is gone when it ends would end the context."""
     first, second = gpus.gpus(2)
@@ -443,6 +413,29 @@ def test_a_peer_whose_context_died_is_not_waited_for() -> None:
     assert mark.done()
     controls.kill_context(names[0])
     assert refused(driver.synchronize).code == 700
+
+
+def test_peer_candidates_are_active_and_can_access_the_device() -> None:
+    names = gpus.gpus(4)
+    one, two, three, four = (gpus.ordinal(name) for name in names)
+    gpus.change(names[2], reach="")  # it is reached, and reaches none
+    gpus.change(names[0], reach=f"{two}")
+    driver, regions = _core.open_driver(names[0]), [make(names[0])]
+    assert driver.peer_candidates() == []
+    for name in names[1:]:
+        gpus.activate(name)
+    assert driver.peer_candidates() == [two, four]
+    gpus.activate(names[1], on=False)
+    assert driver.peer_candidates() == [four]
+    other = _core.open_driver(names[3])
+    assert other.peer_candidates() == []  # device 2 is not active
+    regions.append(make(names[3]))
+    driver.use_peers([four])
+    first, second = [Segment(region, 5 * MIB, seed) for seed, region in enumerate(regions)]
+    other.copy_within(second.address, first.address, first.nbytes)
+    other.finish_copies()
+    second.expected = first.expected
+    second.check()
 
 
 def test_a_device_that_comes_later_gets_access_to_existing_mappings() -> None:
