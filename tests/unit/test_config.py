@@ -130,7 +130,7 @@ def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> Non
 # The environment
 
 
-def test_a_variable_applies_beside_an_unknown_one_and_configure_comes_after_it() -> None:
+def test_a_variable_applies_beside_an_unknown_one_and_configure_comes_after_it(tmp_path: Path) -> None:
     source = """
         import memsaver
         found = {each.option.name: each for each in memsaver.config.settings()}
@@ -141,12 +141,7 @@ def test_a_variable_applies_beside_an_unknown_one_and_configure_comes_after_it()
     done = run_python(source, MEMSAVER_HOST_DEVCE="1", MEMSAVER_RETAIN="1G", MEMSAVER_VERIFY="on")
     assert done.stdout == f"['MEMSAVER_RETAIN {GIB}', 'MEMSAVER_VERIFY True']\n['configure()']\n"
     assert "RuntimeWarning: there is no variable MEMSAVER_HOST_DEVCE; did you mean" in done.stderr
-
-
-# The command
-
-
-def test_command_prints_a_wrong_variable_in_one_line(tmp_path: Path) -> None:
+    # A command names a wrong one in one line.
     script = tmp_path / "memsaver"  # as an installer makes it
     script.write_text("import sys\nfrom memsaver.cli import main\nsys.exit(main())\n")
     for command in (["-X", "dev", "-m", "memsaver", "top"], [str(script), "config"]):

@@ -135,22 +135,16 @@ def test_of_equal_chunks_those_come_first_that_the_client_knows(pool: Pool, one:
     assert [flags for *_, flags in settle(pool).grants] == [HAS_DESCRIPTOR | FOREIGN] * 2
 
 
-def test_a_stalled_demand_is_reported_once_for_each_message(pool: Pool, one: Client, two: Client) -> None:
-    borrow(pool, one, GIB, GIB, GIB, GIB)
-    request = want(pool, two, (GIB, GIB, GIB))
-    assert [(demand.request, demand.messages) for demand in settle(pool).stalled] == [(request, 1)]
-    assert settle(pool).stalled == []
-    pool.queue.exchange(two, request, [MEDIUM, MEDIUM, MEDIUM])
-    assert [demand.messages for demand in settle(pool).stalled] == [2]
-    assert settle(pool).stalled == []
-
-
-def test_an_exchanged_part_of_a_demand_is_served_before_its_rest(pool: Pool, one: Client, two: Client) -> None:
+def test_a_stalled_demand_is_reported_once_for_each_message_and_an_exchanged_part_comes_first(
+    pool: Pool, one: Client, two: Client
+) -> None:
     held = borrow(pool, one, GIB, GIB, GIB, LARGE, LARGE, LARGE, LARGE)
     request = want(pool, two, (SMALL, SMALL, SMALL), (GIB, GIB, 2 * LARGE))
-    settle(pool)
+    assert [(demand.request, demand.messages) for demand in settle(pool).stalled] == [(request, 1)]
+    assert settle(pool).stalled == []
     pool.queue.exchange(two, request, [LARGE, LARGE, LARGE])
-    assert [demand.remaining for demand in settle(pool).stalled] == [SMALL + 2 * LARGE]
+    found = [(demand.remaining, demand.messages) for demand in settle(pool).stalled]
+    assert found == [(SMALL + 2 * LARGE, 2)] and settle(pool).stalled == []
     give(pool, held[-2:])
     served = settle(pool)
     assert granted(served) == [LARGE, LARGE]
