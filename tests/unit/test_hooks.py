@@ -12,20 +12,14 @@ from tests.support import PAGE, Fill, Hooks, Make, free_bytes, functions, run_cl
 
 
 def test_the_entry_point_selects_the_region_of_an_allocation(make: Make) -> None:
-    one, two = make(), make()
-    first, second = Hooks(one), Hooks(two)
-    address = second.alloc(PAGE)
-    assert address is not None
-    assert (one.allocated_bytes, two.allocated_bytes) == (0, PAGE)
-    assert two.owns(address)
-    assert not one.owns(address)
-    first.free(address)  # a free finds the region by the address
-    assert (one.allocated_bytes, two.allocated_bytes) == (0, 0)
-
-
-def test_a_failed_allocation_returns_null_and_wrong_frees_are_ignored(make: Make) -> None:
-    region = make("host")
-    hooks = Hooks(region)
+    """A failed allocation returns null. Wrong frees are ignored."""
+    region, other = make("host"), make()
+    hooks, of_other = Hooks(region), Hooks(other)
+    address = of_other.alloc(PAGE)
+    assert address is not None and other.owns(address) and not region.owns(address)
+    assert (region.allocated_bytes, other.allocated_bytes) == (0, PAGE)
+    hooks.free(address)  # a free finds the region by the address
+    assert (region.allocated_bytes, other.allocated_bytes) == (0, 0)
     for nbytes in (0, -1, 1 << 40, (1 << 63) - 1):
         assert hooks.alloc(nbytes) is None
     with Fill(leave=2 * PAGE):
