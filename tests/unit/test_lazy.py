@@ -423,19 +423,15 @@ def copies_in(make: Make, threads: ThreadPoolExecutor) -> Iterator[Callable[[], 
 def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
     make: Make, copies_in: Callable[[], memsaver.Region]
 ) -> None:
-    """And wait for transitions of their region."""
     region = make("host")
     held = blocks(region, 12 * [LARGE])
     with controls.held("cuMemcpyHtoDAsync"):
-        other = copies_in()
+        copies_in()
         copies = controls.count("cuMemcpyDtoHAsync")
         region.pause(lazy="copy")
-        prepared = prepare_pause(region.tag, lazy="copy")
-    until(lambda: other.state == "active")
-    time.sleep(0.2)
-    assert (controls.count("cuMemcpyDtoHAsync"), region.backup_bytes) == (copies, 0)
-    controls.hold("cuMemcpyDtoHAsync")
-    prepared.abort()
+        time.sleep(0.5)
+        assert (controls.count("cuMemcpyDtoHAsync"), region.backup_bytes) == (copies, 0)
+        controls.hold("cuMemcpyDtoHAsync")
     until(lambda: controls.stopped("cuMemcpyDtoHAsync"))
     with controls.held("cuMemcpyHtoDAsync"):
         copies_in()
@@ -444,6 +440,22 @@ def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
         time.sleep(0.5)
         assert region.backup_bytes == 4 * LARGE
     wait_for_copies(region, 12)
+    region.resume()
+    check(held)
+
+
+def test_copies_ahead_wait_for_a_transition_of_the_region(make: Make, copies_in: Callable[[], memsaver.Region]) -> None:
+    region = make("host")
+    held = blocks(region, 2 * [LARGE])
+    with controls.held("cuMemcpyHtoDAsync"):
+        other = copies_in()
+        region.pause(lazy="copy")
+        prepared = prepare_pause(region.tag, lazy="copy")
+    until(lambda: other.state == "active")
+    time.sleep(0.1)
+    assert region.backup_bytes == 0
+    prepared.abort()
+    wait_for_copies(region, 2)
     region.resume()
     check(held)
 
