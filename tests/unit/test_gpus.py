@@ -129,22 +129,6 @@ def test_a_device_without_descriptors_has_plain_chunks_and_no_shared_pool(platfo
     assert used_bytes(device) == 0
 
 
-def test_an_mps_server_is_known_by_the_attribute_or_by_its_pipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "control").touch()
-    for mps, folder, expected in (
-        (0, tmp_path, False),
-        (1, tmp_path / "none", True),
-        (-1, tmp_path, True),
-        (-1, tmp_path / "none", False),
-    ):
-        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(folder))
-        device = gpu(mps=mps)
-        memory = _core.open_cuda_memory(gpus.ordinal(device))
-        assert memory.under_mps() == _core.under_mps(device) == expected, (mps, folder)
-
-
 @pytest.mark.parametrize(
     ("options", "call", "text"),
     [
@@ -551,7 +535,7 @@ def test_the_rows_of_a_gpu_that_lists_its_processes() -> None:
     assert rows_of(device) == expected and segment.nbytes
 
 
-def test_the_doctor_has_the_facts_of_the_driver() -> None:
+def test_the_doctor_has_the_facts_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = len(_core.gpu_facts())
     gpu(mig=1, fabric=1)
     gpu(exports=0, mps=1)
@@ -565,6 +549,13 @@ def test_the_doctor_has_the_facts_of_the_driver() -> None:
     gpus.give(name, taken)
     assert not [each for each in found if "this check failed" in each.value]
     assert any(each.value.startswith(name) and "(pid 4711) 64.0 MiB" in each.value for each in found)
+    # A server of MPS is known by the attribute, or by its pipe where the driver has no such attribute.
+    (tmp_path / "control").touch()
+    for mps, folder, expected in ((0, "", False), (1, "none", True), (-1, "", True), (-1, "none", False)):
+        monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / folder))
+        device = gpu(mps=mps)
+        memory = _core.open_cuda_memory(gpus.ordinal(device))
+        assert memory.under_mps() == _core.under_mps(device) == expected, (mps, folder)
 
 
 # Memory of a GPU that is a NUMA node of the system. This machine's own memory is node 0, which has its CPUs.
@@ -841,6 +832,7 @@ def test_a_free_beside_an_allocation_leaves_the_page_that_they_share(threads: Th
 
 @pytest.mark.parametrize("call", ["cuCtxRecordEvent", "cuCtxSynchronize"])
 def test_a_capture_begins_after_calls_under_way_that_would_break_it(call: str, threads: ThreadPoolExecutor) -> None:
+    """One that nobody announced breaks."""
     region = make("cpu", tag="captured")
     controls.record_supported(call == "cuCtxRecordEvent")
     segment = Segment(region, MIB, seed=1)
@@ -856,9 +848,6 @@ def test_a_capture_begins_after_calls_under_way_that_would_break_it(call: str, t
     _core.capture_ends()
     region.resume()
     segment.check()
-
-
-def test_a_pause_beside_a_capture_that_nobody_announced_breaks_it() -> None:
     region = make(gpu(), "none")
     segment = Segment(region, PAGE)
     controls.capture_begin()
