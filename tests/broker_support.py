@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import pytest
 
@@ -268,7 +268,7 @@ class Running(Broker):
         self.process.send_signal(number)
         self.process.wait(PATIENCE_S)
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

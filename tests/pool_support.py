@@ -408,13 +408,14 @@ def sweep(move: str, kind: str) -> None:
         while extra:
             hooks.free(extra.pop())
 
-    act, back = {
+    ways: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "pause": (out.pause, out.resume),
         "resume": (out.resume, out.pause),
         "switch": (lambda: memsaver.switch(pause=out, resume=into), lambda: memsaver.switch(pause=into, resume=out)),
         "allocate": (allocate, free),
         "free": (free, allocate),
-    }[move]
+    }
+    act, back = ways[move]
 
     def act_and_settle() -> None:
         try:
