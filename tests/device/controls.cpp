@@ -588,8 +588,7 @@ std::uint64_t controls_count(const char* name) {
 void controls_disarm() {
   controls_arm(0, kError, "");
   const std::lock_guard lock(faults().mutex);
-  for (auto& [name, call] : faults().by_name)
-    call.is_held = false, call.passes = call.times = call.after = 0;
+  for (auto& [name, call] : faults().by_name) call.is_held = false, call.passes = call.times = call.after = 0;
   faults().changed.notify_all();
 }
 
