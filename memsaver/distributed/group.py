@@ -59,11 +59,14 @@ class Group(BaseGroup):
         Under ``torchrun`` after ``init_process_group()``, the arguments ``store``, ``rank`` and ``world_size`` are left
         out:
 
+        >>> weights = memsaver.region("weights", device="cpu", backup="host")
         >>> group = memsaver.distributed.Group(
-        ...     phases={"rollout": {"worker": ["kv_cache"]}, "train": {"worker": ["params"]}},
+        ...     phases={"rollout": {"worker": ["weights"]}, "train": {"worker": []}},
         ...     worker=memsaver.distributed.Colocated(),
         ...     store=torch.distributed.HashStore(), rank=0, world_size=1,
         ... )
+        >>> group.enter("train", timeout=30).paused["worker"][0].paused
+        ('weights',)
         >>> group.close()
     """
 

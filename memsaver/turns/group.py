@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from functools import partial
 
 from memsaver import trace
@@ -53,8 +54,8 @@ class BaseGroup:
         Phases in which they are resident are then refused, until a phase with ``restore=False`` for them.
 
         In a job of torch.distributed all processes call this method with the same arguments. The call returns, or
-        raises, in all processes when the turn has ended. If the body of its with statement raises in one process, its
-        contents count as not written in all of them.
+        raises, in all processes when the turn has ended. If the body of its with statement raises in one process,
+        contents that resumed with ``restore=False`` count as not written in all of them.
 
         Args:
             name: The phase.
@@ -123,8 +124,8 @@ class BaseGroup:
                     writers[rank, tag] = self._number
                 else:  # a phase that uses the contents: the turn that was to write them has done so
                     writers.pop((rank, tag), None)
-        # No field of the dataclass, which is frozen: copies by asdict() and replace() do not refer to the group.
-        turn.__dict__["_on_error"] = partial(self._mark_unwritten, self._number)
+        # No field of the dataclass, which is frozen. A turn that is kept does not keep its group.
+        turn.__dict__["_on_error"] = partial(_mark_unwritten, weakref.ref(self), self._number)
         # At once: after an interrupt before it, the contents that the phase was to write count as not written.
         self._writers, self._unwritten, self._entered = writers, after, phase
         return turn
@@ -137,8 +138,10 @@ class BaseGroup:
             if error is None:
                 writer.event("B", "phase", phase, until, track=self._track)
 
-    def _mark_unwritten(self, number: int) -> None:
-        """The body of a turn has failed before a later phase used the contents that it was to write."""
-        for (rank, tag), writer in self._writers.items():
+
+def _mark_unwritten(of: weakref.ref[BaseGroup], number: int) -> None:
+    """The body of a turn has failed before a later phase used the contents that it was to write."""
+    if (group := of()) is not None:  # else no phase follows
+        for (rank, tag), writer in group._writers.items():
             if writer == number:
-                self._unwritten.setdefault(rank, set()).add(tag)
+                group._unwritten.setdefault(rank, set()).add(tag)
