@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from torch import Tensor
 import memsaver
 
 from .model import EngineWeights, WeightPart
+
+if TYPE_CHECKING:
+    from .trainer.weights import WeightWriter
 
 
 class Resident(memsaver.Guest):
@@ -152,7 +155,7 @@ def variables(saver: str) -> dict[str, str]:
     return {"LD_PRELOAD": str(get_binary_path_from_package("torch_memory_saver_hook_mode_preload"))}
 
 
-def packed(writer: Any, layout: Mapping[str, WeightPart], device: torch.device) -> tuple[Any, bytes]:
+def packed(writer: WeightWriter, layout: Mapping[str, WeightPart], device: torch.device) -> tuple[Any, bytes]:
     """A copy of an engine's weights, and its pickled form: handles of its memory on a GPU, elsewhere the contents.
 
     The copy has to live until the engine has read it. A collective.

@@ -235,9 +235,12 @@ def test_a_model_of_a_folder_runs_with_the_users_prompts(run: Run, tmp_path: Pat
     (tmp_path / "prompts").write_text("\n".join(f'{{"prompt": "{a}+{b}="}}' for a in range(9) for b in range(9)))
     (tmp_path / "reward.py").write_text("def reward(fields, text): return 1 - len(text) / 16")
     task = ("--task", str(tmp_path / "prompts"), "--reward", str(tmp_path / "reward.py"), "--held-out", "9")
-    sizes = ("--steps", "3", "--rate", "1e-3", "--prompts", "8", "--max-new-tokens", "16")
+    log = tmp_path / "log"
+    sizes = ("--steps", "3", "--rate", "1e-3", "--prompts", "8", "--max-new-tokens", "16", "--log", str(log))
     loop = run(
         "--model", str(tmp_path), *task, *sizes, engine=EngineConfig(max_batch_size=16, block_size=2), kv_blocks=80
     )
     assert loop.recipe.model.dtype == loop.recipe.trainer.dtype == torch.bfloat16
-    assert loop.passed["weights are the trainer's"] == 4 and loop.surprise[1] > 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    gaps = [line["gap"] for line in lines if "gap" in line]  # in fp32 they are nearly zero
+    assert loop.passed["weights are the trainer's"] == 4 and len(gaps) == 3 and min(gaps) > 1e-6

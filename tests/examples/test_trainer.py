@@ -197,6 +197,7 @@ def test_recomputed_behaviour_is_the_trainers_and_the_gap_becomes_weights(traine
     assert float(gap.gap_N.max()) == pytest.approx(90.0) and len(gap.gap_N) == found.num_targets == sum(counts)
     total = 0.3 * (counts[0] + counts[1]) + 90.0 * counts[2]
     assert float(gap.gap_N.sum()) == pytest.approx(total, rel=1e-4)
+    assert int(gap.capped_N(2.0).sum()) == counts[2]
     # The policy is compared with itself: nothing is clipped, however far off the engine is.
     trainer.reset_optimizer()
     assert trainer.train_step(found, 0.0).clipped == 0.0

@@ -119,7 +119,7 @@ class CheckedLoop(Loop):
         now = self._count()
         self.counts += now - self._counted
         counts, self._counted = now - self._counted, now
-        capped_N = statistics.policy_N - statistics.sampler_N > math.log(self.recipe.trainer.weight_cap)
+        capped_N = statistics.capped_N(self.recipe.trainer.weight_cap)
         moved = {
             turn.phase: [sum(each.copied_bytes for ranks in side.values() for each in ranks) for side in sides]
             for turn in self.turns

@@ -31,7 +31,7 @@ class RecoverableLoop(CheckedLoop):
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         # What the curve depends on. Steps and their number do not matter to those that are done, but for the rates.
         names = ("device", "ranks", "engines", "engine_ranks", "seed", "zero_advantages", "model")
-        self._settings = {name: str(getattr(options, name)) for name in names}
+        self._settings = {"format": "2"} | {name: str(getattr(options, name)) for name in names}
         self._settings |= {f"recipe.{name}": repr(value) for name, value in vars(recipe).items()}
         if self.checkpoints is not None:
             self.checkpoints.check_start(self._settings, options.resume)

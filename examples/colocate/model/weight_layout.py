@@ -1,6 +1,7 @@
 """Where an engine keeps each parameter: the slice that a rank holds, and its place among fused weights.
 
-The engine, vLLM, and every program that writes weights into them, follow this one description.
+The engine and every program that writes weights follow this one description. vLLM has the same names and rows, which
+`vllm_engine.py` checks.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""What a trainer takes and returns: settings, samples, figures, errors. All processes of a run import this module, and
-none but the trainers the rest: torch's FSDP2 takes seconds to import.
+"""What a trainer takes and returns: settings, samples, figures, errors.
+
+All processes of a run import this module. Trainers alone import the rest of the package: torch's FSDP2 takes seconds to
+import.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class Sample:
 
 
 class TokenStatistics(NamedTuple):
-    """Of sampled tokens, in nats: fp64 [N]."""
+    """Of sampled tokens, in nats, the variance in their square: [N]. After `joined` in fp64, on the host."""
 
     policy_N: Tensor  # their log-probabilities by the trainer
     sampler_N: Tensor  # and by the program that sampled them
@@ -77,6 +79,10 @@ class TokenStatistics(NamedTuple):
     def gap_N(self) -> Tensor:
         return (self.policy_N - self.sampler_N).abs()
 
+    def capped_N(self, cap: float) -> Tensor:
+        """Where the importance weight exp(policy - sampler) exceeds its cap."""
+        return self.policy_N - self.sampler_N > math.log(cap)
+
     @property
     def surprise(self) -> tuple[float, float]:
         """The sum of -policy - entropy, zero but for chance if the tokens are draws from the trainer's distributions,
@@ -89,7 +95,7 @@ def standard_errors(surprise: float, variance: float) -> float:
     """How many standard errors tokens are less likely than draws from the trainer's distributions are.
 
     Within 4 of zero if they are such draws. Of a lower temperature, or a cut of unlikely tokens, it falls below, in
-    proportion to the square root of the number of tokens.
+    proportion to the square root of the number of tokens. NaN if there is a NaN.
     """
     return surprise / math.sqrt(variance) if variance else 0.0
 
