@@ -111,6 +111,7 @@ def test_a_status_waits_for_reports(broker: Local, monkeypatch: pytest.MonkeyPat
         each.say("report", text=text)
     found = json.loads(third.hear("status").text)
     assert [row["ledger"]["rows"] for row in found["clients"]] == [rows] * 3
+    assert all(row["report_age_s"] >= 0 and row["is_current"] for row in found["clients"])
     assert [row["host_held_bytes"] for row in found["clients"]] == [7] * 3
     assert [list(region.values()) for row in found["clients"] for region in row["regions"]] == regions * 3
 

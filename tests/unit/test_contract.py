@@ -337,6 +337,7 @@ def test_a_phase_makes_exactly_its_regions_resident(make: Make) -> None:
 
 
 def test_a_phase_can_be_defined_before_its_regions_and_again(fresh_tag: Callable[[], str], make: Make) -> None:
+    """Also the selection by tags, and bounds without an end."""
     early, late = fresh_tag(), fresh_tag()
     memsaver.define_phase("a", resident=[early])
     with pytest.raises(ValueError, match="there is no region"), memsaver.phase("a"):

@@ -30,7 +30,7 @@ from memsaver.doctor import (
     versions,
 )
 from memsaver.doctor.findings import Check, run
-from memsaver.doctor.machine import Broker, DeviceMemory
+from memsaver.doctor.machine import Broker, DeviceMemory, joined
 from memsaver.drop_in import startup
 from tests.broker_support import Local
 from tests.support import GIB, MIB, ROOT, Fill, Peer, drop_backups, run_python
@@ -360,6 +360,7 @@ def test_backups_that_do_not_fit_into_host_memory(fake: Fake) -> None:
 
 
 def test_memory_of_the_host_and_its_container(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert joined(list("abcdef")) == "a, b, c, d, 2 more"
     assert fake.has(host.locked_memory, "ok", "unlimited in this shell")
     fake.process()
     fake.write(f"/proc/{PID}/limits", "Max locked memory         8388608              8388608              bytes\n")

@@ -378,7 +378,7 @@ def test_a_segment_freed_while_a_peer_uses_it_rests() -> None:
     assert gpus.may_access(names, address, 64 * MIB) == [] and other.nbytes == another.nbytes
 
 
-def test_a_peer_whose_context_died_is_not_waited_for() -> None:
+def test_a_peer_whose_context_died_is_not_waited_for(threads: ThreadPoolExecutor) -> None:
     names = gpus.gpus(3)
     driver, region = _core.open_driver(names[0]), make(names[0])
     driver.use_peers([gpus.ordinal(name) for name in names[1:]])
@@ -391,10 +391,12 @@ def test_a_peer_whose_context_died_is_not_waited_for() -> None:
     mark.wait()
     round_trip(region, segment)
     running = gpus.launch(names[2])
-    mark = driver.record()
+    mark, waiting = driver.record(), threads.submit(driver.synchronize)
+    assert not wait([waiting], 0.2).done
     assert region.state == "active" and mark is not None and not mark.done()
     gpus.finish(running)
     assert mark.done()
+    waiting.result(60)
     controls.kill_context(names[0])
     assert refused(driver.synchronize).code == 700
 

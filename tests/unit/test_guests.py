@@ -259,22 +259,23 @@ def test_guest_that_is_away_can_be_removed(make: Make, visit: Visit, calls: list
     with pytest.raises(ValueError, match="there is a guest 'guest'"):
         memsaver.register(Noted("guest", region.tag, calls))
     visit("second", other.tag)
+    visit("of a name", f"{other.tag} alone")  # of no region
     guest.then = lambda call: other.pause() if call == "leave" else None  # it would wait for itself
     with pytest.raises(memsaver.GuestError, match="called a transition of guests"):
         region.pause()
     assert region.state == other.state == "active"
     guest.then = lambda call: None
-    memsaver.define_phase("with", [region, other])
+    memsaver.define_phase("with", [region, other, f"{other.tag} alone"])
     memsaver.define_phase("without", other)
     del calls[:]
     with memsaver.phase("without"):
-        assert states() == {"guest": "away", "second": "here"}
+        assert states() == {"guest": "away", "second": "here", "of a name": "away"}
     with memsaver.phase("with"):
-        assert moves(calls) == ["guest leave", "guest come back"]
+        assert moves(calls) == ["guest leave", "of a name leave", "of a name come back", "guest come back"]
     region.pause()
     memsaver.unregister(guest)
     region.resume()
-    assert moves(calls)[2:] == ["guest leave"]
+    assert moves(calls)[4:] == ["guest leave"]
     with pytest.raises(ValueError, match="'guest' is not registered"):
         memsaver.unregister(guest)
 

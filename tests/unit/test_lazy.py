@@ -291,9 +291,13 @@ def test_a_shortage_of_host_memory_keeps_the_other_chunks(make: Make) -> None:
     memsaver.release_host_memory()
     region, held = lazily(make, size=LARGE)
     memsaver.configure(host_limit=host_used_bytes() + 2 * LARGE)  # others may hold idle memory
+    paused = time.monotonic()
+    time.sleep(0.05)
     with Fill(leave=0):
         more = blocks(make("none"), [LARGE])
-        assert region.backup_bytes == LARGE
+        elapsed = time.monotonic() - paused
+        [row] = [each for each in memsaver.stats().devices["cpu"].regions if each.tag == region.tag]
+        assert region.backup_bytes == LARGE and row.paused_s > elapsed - 0.01
         for late in (make("none"), make("none")):
             with pytest.raises(memsaver.OutOfMemoryError, match="cannot be copied: .*host_limit is") as raised:
                 late.empty(3 * LARGE, torch.uint8)

@@ -292,10 +292,12 @@ def test_the_command_serves_and_refuses_in_one_line(broker: Running) -> None:
         import sys
         sys.modules["prometheus_client"] = None  # any import of it raises ModuleNotFoundError
         from memsaver import cli
-        cli.main(["serve-metrics", "--port", "0"])
+        for port in ("0", "-1", "http", "9" * 5000):
+            print(cli.main(["serve-metrics", f"--port={port}"]))
     """)
     text = "memsaver.metrics needs prometheus_client; expected it from pip install 'memsaver[metrics]'"
-    assert (done.stdout, done.stderr) == ("", f"memsaver: {text}\n")
+    wrong = "".join(f"memsaver: the port is {port!r}, expected 0 to 65535\n" for port in ("-1", "http", "9" * 5000))
+    assert (done.stdout, done.stderr) == ("1\n" * 4, f"memsaver: {text}\n{wrong}")
 
 
 @contextmanager

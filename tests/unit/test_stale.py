@@ -152,6 +152,11 @@ def test_contents_that_came_back_and_regions_without_a_resume_are_not_stale(make
     blank.resume()
     with pytest.raises(memsaver.StaleError):
         memsaver.check_written()
+    for restore in (False, True):  # not restored; then the pattern comes back, as contents that were kept
+        kept.pause()
+        kept.resume(restore=restore)
+        with pytest.raises(memsaver.StaleError):
+            memsaver.check_written(kept)
 
 
 def test_scratch_in_the_place_of_a_freed_tensor_is_not_stale(make: Make) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 import memsaver
 from memsaver import _core, _results, trace
+from memsaver.broker import daemon
 from memsaver.trace.files import read
 from memsaver.trace.picture import MOVING, samples
 from memsaver.trace.writer import IDLE
@@ -348,8 +349,9 @@ def test_phases_and_turns_of_a_group_are_in_the_trace(make: Make, file: Path) ->
     pytest.importorskip("ray")
     from memsaver.ray import Colocated, Group
 
-    region = make("host")
-    memsaver.define_phase("own", region)
+    region, own = make("host"), make("host")
+    own.pause()
+    memsaver.define_phase("own", own)
     with memsaver.phase("own"):
         pass
     group = Group(engine=Colocated(), phases={"rollout": {"engine": [region.tag]}, "train": {"engine": []}})
@@ -369,6 +371,21 @@ def test_phases_and_turns_of_a_group_are_in_the_trace(make: Make, file: Path) ->
     assert only(events, "turn to train")["args"]["error"] is None
     turn, pause = only(events, "turn to train"), only(events, f"pause {region.tag}")
     assert turn["ts"] <= pause["ts"] and end(pause) <= end(turn)
+    assert end(only(events, f"resume {own.tag}")) <= only(events, "own", ph="B")["ts"]
+
+
+def test_a_broker_that_a_client_starts_writes_to_the_same_trace(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def run(command: list[str], *, env: dict[str, str], **_: Any) -> Any:
+        found.append(env["MEMSAVER_TRACE"])
+        return subprocess.CompletedProcess(command, 0, "1")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert daemon._spawn("HOST-5", "cpu", None, None, tmp_path / "log") == 1
+    assert found == [str(file)]
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Make) -> None:
@@ -471,6 +488,10 @@ def test_each_transition_is_in_the_trace_and_a_range_of_nvtx_however_it_ends(
     assert found[:3] == ["transitions 2", "transitions", "transitions"]  # the first one ends after the second
     copies = [tracks[each["pid"], each["tid"]] for each in events if each.get("cat") == "copies"]
     assert {*copies} == {"cpu copies in", "cpu copies out", "cpu copies out 2"}
+    memsaver.configure(nvtx=False)
+    region.pause()
+    region.resume()
+    memsaver.configure(nvtx=True)
     ranges.error = RuntimeError("no CUDA build")
     with caplog.at_level(logging.ERROR, logger="memsaver"):
         assert region.pause().paused == region.resume().resumed == (region.tag,)
