@@ -59,6 +59,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
+def test_a_removed_directory_raises_and_keeps_the_contents(make: Make, disk: Path) -> None:
+    region, place = make("disk"), disk / "place"
+    held = blocks(region, [5 * MIB])
+    place.mkdir()
+    memsaver.configure(disk_dir=place)
+    region.pause()
+    place.rmdir()  # the file lives on without a name
+    region.resume()
+    check(held)
+    memsaver.release_host_memory()
+    with pytest.raises(memsaver.BackupError, match="No such file"):
+        region.pause()
+    assert region.state == "active"
+    check(held)
+
+
 def free_on(path: Path) -> int:
     status = os.statvfs(path)
     return status.f_bavail * status.f_frsize
