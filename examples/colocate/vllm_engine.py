@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .engine import Completion, EngineConfig, SamplingParams
 from .engine.scheduler import Counts
 from .engine.sequence import Sequence
-from .model import ModelConfig, WeightPart, checksums, weight_layout
+from .model import ModelConfig, WeightPart, checksums, fused_shapes, weight_layout
 
 _BLOCK = 16  # tokens of a KV block
 _METRICS = {"vllm:prefix_cache_hits": "prefix_hit_tokens", "vllm:num_preemptions": "preemptions"}
@@ -143,7 +143,7 @@ def _places(model: nn.Module, layout: Mapping[str, WeightPart]) -> tuple[dict[st
     vLLM pads vocabularies. Raises ValueError for other parameters, as those of quantized models.
     """
     own = {name: parameter.data for name, parameter in model.named_parameters()}
-    used = {part.tensor: part.row + part.shape[0] for part in layout.values()}  # the last part of a tensor tells
+    used = {name: rows for name, (rows, *_) in fused_shapes(layout).items()}
     if differing := sorted(own.keys() ^ used.keys()):
         raise ValueError(f"vLLM's parameters differ in {differing[0]!r}; expected those of a dense model in bf16")
     padded = [name for name, rows in used.items() if rows < len(own[name])]

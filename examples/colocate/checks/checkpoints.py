@@ -37,10 +37,8 @@ class Checkpoints:
                 found, expected = (each.get(name, "not there") for each in (state["settings"], settings))
                 if found != expected:
                     raise CheckpointError(f"{path}: {name} is {found!r}; expected {expected!r}, as in this run")
-        elif self.complete:
-            raise CheckpointError(
-                f"there is {str(self.complete[-1])!r} already; expected a folder without, or --resume"
-            )
+        elif complete := self.complete:
+            raise CheckpointError(f"there is {str(complete[-1])!r} already; expected a folder without, or --resume")
 
     def begin(self, step: int) -> Path:
         """Make a folder for the trainer's state. Removes those that are not complete."""
@@ -76,9 +74,9 @@ class Checkpoints:
 
     def newest(self) -> tuple[Path, dict[str, Any]]:
         """And its `loop.json`. Raises CheckpointError if there is none, or an unreadable one."""
-        if not self.complete:
+        if not (complete := self.complete):
             raise CheckpointError(f"{str(self.folder)!r} has no complete checkpoint; expected a folder step-NNNNNNNN")
-        path = self.complete[-1]
+        path = complete[-1]
         try:
             return path, json.loads((path / _STATE).read_text())
         except (OSError, ValueError) as error:

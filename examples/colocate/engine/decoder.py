@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..model import ModelConfig, weight_layout
+from ..model import ModelConfig, fused_shapes, weight_layout
 from ..model.layers import rotary_tables
 from . import ops
 from .tensor_parallel import ONE_RANK, Parallel
@@ -42,8 +42,7 @@ class Decoder:
         self.config, self.parallel = config, parallel
         self.layout = weight_layout(config, parallel.rank, parallel.size)
         self.num_heads, self.num_kv_heads = config.num_heads // parallel.size, config.num_kv_heads // parallel.size
-        # The last part of a tensor tells its rows.
-        shapes = {part.tensor: (part.row + part.shape[0], *part.shape[1:]) for part in self.layout.values()}
+        shapes = fused_shapes(self.layout)
         self.weights: dict[str, Tensor] = {name: weights.empty(each, config.dtype) for name, each in shapes.items()}
         self.parameters = {name: part.within(self.weights) for name, part in self.layout.items()}
         self.tables: ops.Pair = tuple(

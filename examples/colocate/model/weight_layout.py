@@ -43,6 +43,11 @@ class WeightPart:
         return tensors[self.tensor].narrow(0, self.row, self.shape[0])
 
 
+def fused_shapes(layout: Mapping[str, WeightPart]) -> dict[str, tuple[int, ...]]:
+    """Of the engine's tensors, by name. The last part of a tensor ends at its last row."""
+    return {part.tensor: (part.row + part.shape[0], *part.shape[1:]) for part in layout.values()}
+
+
 class EngineWeights(NamedTuple):
     """The weights of an engine, or of one rank of an engine with tensor parallel, by Hugging Face name."""
 
