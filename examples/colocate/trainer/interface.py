@@ -1,4 +1,4 @@
-"""What a trainer takes and returns: settings, samples, figures, errors.
+"""Settings, samples, figures and errors: the types of the trainer's arguments and results.
 
 All processes of a run import this module. Trainers alone import the rest of the package: torch's FSDP2 takes seconds to
 import.
@@ -19,7 +19,7 @@ from torch import Tensor
 class TrainerConfig:
     """Of AdamW without weight decay, so that a step without a gradient changes nothing, and of the computation.
 
-    Parameters, gradients and moments are in fp32, whatever `dtype` is.
+    Parameters, gradients and moments are in fp32 for every `dtype`.
     """
 
     betas: tuple[float, float] = (0.9, 0.95)
@@ -73,7 +73,7 @@ class TokenStatistics(NamedTuple):
     @classmethod
     def joined(cls, parts: Iterable[TokenStatistics]) -> TokenStatistics:
         """Those of all parts together, such as those of all ranks."""
-        return cls(*(torch.cat(column).double().cpu() for column in zip(*parts)))
+        return cls(*torch.cat([torch.stack(part) for part in parts], dim=1).double().cpu())  # one copy to the host
 
     @property
     def gap_N(self) -> Tensor:
