@@ -1,4 +1,4 @@
-"""The base of groups: the call that enters a phase. The way to the ranks is a matter of the derived classes."""
+"""The base of groups: the call that enters a phase. Derived classes reach the ranks."""
 
 from __future__ import annotations
 

@@ -834,7 +834,7 @@ def test_a_free_beside_an_allocation_leaves_the_page_that_they_share(threads: Th
 
 @pytest.mark.parametrize("call", ["cuCtxRecordEvent", "cuCtxSynchronize"])
 def test_a_capture_begins_after_calls_under_way_that_would_break_it(call: str, threads: ThreadPoolExecutor) -> None:
-    """One that nobody announced breaks."""
+    """A call of the library breaks a capture that was not announced."""
     region = make("cpu", tag="captured")
     controls.record_supported(call == "cuCtxRecordEvent")
     segment = Segment(region, MIB, seed=1)
