@@ -7,6 +7,7 @@ tables of functions in the core. Under other names it is a CUDA driver without a
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -49,14 +50,14 @@ def folder_of(name: str, sources: list[Path], *flags: str) -> Path:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     assert compiler is not None, "the tests need a C++ compiler"
     target.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=target.parent))  # several runs may build it at once
-    options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wshadow", "-shared", "-fPIC", "-pthread"]
-    command = [compiler, *options, f"-I{ROOT / 'csrc'}", *map(str, sources), *flags, "-ldl", "-o", str(made / name)]
-    subprocess.run(command, check=True)
-    try:
-        made.rename(target)
-    except OSError:  # another was first
-        shutil.rmtree(made)
+    with open(target.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of a run begin together, and one of them compiles
+        if not target.exists():
+            made = Path(tempfile.mkdtemp(dir=target.parent))
+            options = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Wshadow", "-shared", "-fPIC", "-pthread"]
+            command = [compiler, *options, f"-I{ROOT / 'csrc'}", *map(str, sources), *flags, "-ldl"]
+            subprocess.run([*command, "-o", str(made / name)], check=True)
+            made.rename(target)
     return target
 
 
