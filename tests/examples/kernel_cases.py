@@ -85,7 +85,7 @@ def prefill_inputs(
     k_cache, v_cache = caches.to(device, DTYPES[dtype_name])
     rows, bounds = rows.to(device), torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=device)
     paged = {"q_THD": q, "k_cache": k_cache, "v_cache": v_cache, "block_table": rows[:, 2:], "lengths_B": rows[:, 1]}
-    return {**paged, "chunks": Chunks(bounds, len(q), max(queries))}
+    return {**paged, "chunks": Chunks(bounds, max(queries))}
 
 
 def dense_prefill(

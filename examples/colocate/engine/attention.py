@@ -25,8 +25,7 @@ Caches = list[tuple[Tensor, Tensor]]  # of K and V, each [N, P, K, D], by layer
 class Chunks(NamedTuple):
     """The queries of a prefill: chunks laid end to end, each the last tokens of its own context."""
 
-    bounds: Tensor  # int32 [B + 1]: where each begins and ends
-    total: int
+    bounds: Tensor  # int32 [B + 1]: where each begins and ends; beyond the last one there is padding
     longest: int
 
 
@@ -44,21 +43,19 @@ class PagedAttention:
     chunks: Chunks | None = None
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        """See `decoder.Attention`. Of chunks [T, H, D] without padding, which may stand at the end of the tokens."""
+        """See `decoder.Attention`."""
         k_cache, v_cache = self.kv_caches[layer]
         ops.write_kv(k_cache, v_cache, k_TKD, v_TKD, self.slots_T)
         if self.chunks is None:
             return paged_decode(q_THD, k_cache, v_cache, self.block_table, self.lengths_B)
-        return paged_prefill(
-            q_THD[: self.chunks.total], k_cache, v_cache, self.block_table, self.lengths_B, self.chunks
-        )
+        return paged_prefill(q_THD, k_cache, v_cache, self.block_table, self.lengths_B, self.chunks)
 
 
 @ops.triton_on_cuda("paged_prefill")
 def paged_prefill(
     q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, lengths_B: Tensor, chunks: Chunks
 ) -> Tensor:
-    """Causal attention of each chunk over its context in the cache: [T, H, D].
+    """Causal attention of each chunk over its context in the cache: [T, H, D]. Rows of padding mean nothing.
 
     Values in the cache beyond a context are never used, NaN included.
     """

@@ -93,7 +93,7 @@ class Batch:
         for row, values in zip(staging.numpy(), (tokens, positions, slots, bounds[1:] - 1, bounds)):
             row[: len(values)] = values
         device = staging.to(self.inputs.device, non_blocking=True)
-        laid = Chunks(device[4, : len(bounds)], int(bounds[-1]), int((stops - starts).max()))
+        laid = Chunks(device[4, : len(bounds)], int((stops - starts).max()))
         tokens_T, positions_T, slots_T = device[:3, :num_tokens]
         return tokens_T, positions_T, slots_T, device[3, :num_samples], laid
 

@@ -54,19 +54,11 @@ class Engine:
         # After the cache itself: too many blocks fail there, with an error of the device's memory.
         self.blocks = BlockManager(config.num_blocks, config.block_size)
         self.scheduler = Scheduler(self.blocks, config.max_batch_size, self.runner.max_prefill_tokens, self.counts)
+        graphs = ["cuda_graph"] if self.memory.captures_graphs else []
+        self.tags = ["weights", "buffers", "kv_cache", *graphs]  # of the regions; that of the weights comes first
+        self.random_state = self.runner.batch.random_state  # an engine that gets another's draws the same numbers next
         self._residence = self.memory.kv_cache.residence
         self._in_flight: tuple[Step, Readback] | None = None
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """Of the regions; that of the weights comes first."""
-        graphs = ("cuda_graph",) if self.memory.captures_graphs else ()
-        return ("weights", "buffers", "kv_cache", *graphs)
-
-    @property
-    def random_state(self) -> Tensor:
-        """Of sampling: see `ops.sample`. An engine that gets another's draws the same numbers next."""
-        return self.runner.batch.random_state
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams, use_graphs: bool = True) -> list[Completion]:
         """Complete prompts of token ids, in their order.

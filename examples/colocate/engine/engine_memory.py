@@ -33,9 +33,7 @@ class EngineMemory:
         self.weights: Any = region("weights", device=place, backup="host")
         self.kv_cache: Any = region("kv_cache", device=place)
         self.buffers: Any = region("buffers", device=place, backup="host")
-        self.cuda_graph: Any = None
-        if self.captures_graphs:
-            self.cuda_graph = region("cuda_graph", device=place, backup="host")
+        self.cuda_graph: Any = region("cuda_graph", device=place, backup="host") if self.captures_graphs else None
         self._stream: Any = None
 
     def check_active(self, graphs: bool) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from .decoder import Attention, Decoder
 from .engine_memory import EngineMemory, borrowed
@@ -39,14 +38,13 @@ class PrefillGraphs:
         """Hidden states of the tokens, with graphs if those of their number are there. Padding's mean nothing."""
         size = len(tokens_T)
         if not use_graphs:
-            return self.model.forward(tokens_T, positions_T, partial(_attend_padded, attention))
+            return self.model.forward(tokens_T, positions_T, attention)
         self.inputs["tokens_T"][:size].copy_(tokens_T)
         self.inputs["positions_T"][:size].copy_(positions_T)
         *layers, last = self.pieces[size]
         for layer, (graph, outputs) in enumerate(layers):
             graph.replay()
-            attended_THD = attention(layer, *outputs)
-            self.inputs["attended_THD"][: len(attended_THD)].copy_(attended_THD)
+            self.inputs["attended_THD"][:size].copy_(attention(layer, *outputs))
         last[0].replay()
         return last[1][0]
 
@@ -79,9 +77,3 @@ class PrefillGraphs:
         if index == model.config.num_layers:
             return (model.finish(state),)
         return model.before_attention(index, state, positions_T)
-
-
-def _attend_padded(attention: Attention, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    """Attention over real tokens. The rows of padding are zero."""
-    out_THD = attention(layer, q_THD, k_TKD, v_TKD)
-    return F.pad(out_THD, (0, 0, 0, 0, 0, len(q_THD) - len(out_THD))) if len(out_THD) < len(q_THD) else out_THD
