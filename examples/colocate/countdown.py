@@ -27,18 +27,12 @@ _LONGEST = 200  # characters of an answer: bounds the depth of its parentheses
 
 
 def countdown(
-    tokenizer: Tokenizer,
-    count: int = 3,
-    largest: int = 50,
-    problems: int = 4096,
-    held_out: int = 256,
-    max_new_tokens: int = 512,
-    seed: int = 0,
+    tokenizer: Tokenizer, problems: int, held_out: int, max_new_tokens: int = 512, count: int = 3, seed: int = 0
 ) -> Task:
-    """Targets up to 1000 of `count` numbers from 1 to `largest`. No held-out numbers and target are trained on."""
+    """Targets up to 1000 of `count` numbers from 1 to 50. No held-out numbers and target are trained on."""
     draw, found = random.Random(seed), dict[tuple[int, ...], Problem]()
     while len(found) < problems:
-        numbers = [draw.randint(1, largest) for _ in range(count)]
+        numbers = [draw.randint(1, 50) for _ in range(count)]
         solution = str(numbers[0])
         for number in numbers[1:]:
             solution = f"({solution} {draw.choice('+-*')} {number})"

@@ -78,10 +78,10 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
         parser.error(f"--ranks is {found.ranks}; expected as many as ranks of engines: a trainer writes on its own GPU")
     if bool(found.task) != bool(found.reward) or (found.task and not found.model):
         parser.error("--task needs --reward and --model")
-    if found.engine == "vllm" and (found.memory != "memsaver" or found.engine_ranks > 1):
-        parser.error("--engine is 'vllm'; expected it with --memory memsaver and one rank of each engine")
-    if found.engine == "vllm" and (found.device != "cuda" or found.model is None or found.checkpoint_dir is not None):
-        parser.error("--engine is 'vllm'; expected it with --device cuda and --model, and without --checkpoint-dir")
+    fits_vllm = found.device == "cuda" and found.model and found.memory == "memsaver" and found.engine_ranks == 1
+    if found.engine == "vllm" and (not fits_vllm or found.checkpoint_dir):
+        needs = "--device cuda and --model, --memory memsaver, one rank of each engine, and no --checkpoint-dir"
+        parser.error(f"--engine is 'vllm'; expected it with {needs}")
     if found.late and found.memory != "memsaver":
         parser.error(f"--late needs --memory memsaver; it is {found.memory!r}")
     for name in ("resume", "stop_after", "kill"):
@@ -124,19 +124,17 @@ def _task(found: argparse.Namespace, recipe: Recipe) -> Task:
     return arithmetic(recipe.largest, recipe.terms, recipe.problems, recipe.held_out, recipe.slip_share, seed)
 
 
-def _number(kind: Callable[[str], float], least: float) -> Callable[[str], float]:
+def _number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
     """Reads numbers of `least` or more."""
 
     def read(text: str) -> float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
+        value = kind(text)
         if not least <= value < math.inf:
             expected = "an integer" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r}; expected {expected} of {least} or more")
         return value
 
+    read.__name__ = kind.__name__  # in the parser's message about a text that is no number
     return read
 
 
