@@ -221,7 +221,7 @@ FAULTS = [
         "        self.sent = ()\n",
         "        self.sent = ()\n"
         "        if self.trainer.memory.params.state == 'active':\n"
-        "            next(iter(self.trainer.state(False).values())).zero_()\n",
+        "            next(self.trainer.model.parameters()).detach().zero_()\n",
         check="parameters and moments outlast a pause",
     ),
     Fault(

@@ -97,12 +97,9 @@ class CheckedTrainer(TrainerActor, Memory):
         """Remember all contents at the end of the phase "train"."""
         self._kept = self.trainer.checksums()
 
-    def _check_kept(self, moments: bool = True) -> None:
-        """`moments`: else the parameters alone, and again with the moments before the first update."""
-        kept = self._kept
-        if moments:
-            self._kept = {}
-        wrong = [name for name, found in self.trainer.checksums(moments).items() if found != kept[name]] if kept else []
+    def _check_kept(self) -> None:
+        kept, self._kept = self._kept, {}
+        wrong = [name for name, found in self.trainer.checksums().items() if found != kept[name]] if kept else []
         if wrong:
             raise CheckError(f"parameters and moments outlast a pause: others in {', '.join(wrong[:4])}")
 
@@ -112,7 +109,6 @@ class CheckedTrainer(TrainerActor, Memory):
         Of the loss by a token's log-probability: -advantage x min(exp(trainer - engine), cap) x ratio, over the number
         of tokens. The ratio of the first update is 1 but for rounding.
         """
-        self._check_kept(moments=False)
         trainer, cap = self.trainer, self.recipe.trainer.weight_cap
         first = trainer.deal(samples[:: self.recipe.minibatches])
         micro_batches = iter(first.micro_batches)

@@ -184,11 +184,9 @@ class CheckedLoop(Loop):
 
     def _engines_have(self, expected: list[dict[str, int]], name: str) -> None:
         for rank, found in enumerate(self.ask("engine.checksums") if expected else ()):
-            self._same(name, f"engine {rank}", found, expected[rank % len(expected)])
-
-    def _same(self, name: str, where: str, found: dict[str, int], expected: dict[str, int]) -> None:
-        wrong = [each for each in {**found, **expected} if found.get(each) != expected.get(each)]
-        self.check(name, not wrong, f"{where} has others: {', '.join(wrong[:4])}")
+            wanted = expected[rank % len(expected)]
+            wrong = [each for each in {**found, **wanted} if found.get(each) != wanted.get(each)]
+            self.check(name, not wrong, f"engine {rank} has others: {', '.join(wrong[:4])}")
 
     def _count(self) -> Counter[str]:
         return sum((Counter(vars(each)) for each in self.ask("engine.counts")[:: self.options.engine_ranks]), Counter())

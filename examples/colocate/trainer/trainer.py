@@ -137,20 +137,19 @@ class Trainer:
         with failing(CheckpointError, f"the trainer's state could not be read from {str(folder)!r}"):
             dcp.load(self.state(), storage_reader=FileSystemReader(folder))
 
-    def state(self, moments: bool = True) -> dict[str, Tensor]:
-        """All that a checkpoint has, by name. Tied parameters come once. `moments`: also the optimizer's state."""
-        if moments:
-            self.memory.optimizer.wait()
+    def state(self) -> dict[str, Tensor]:
+        """All that a checkpoint has, by name. Tied parameters come once."""
+        self.memory.optimizer.wait()
         found = {}
         for name, parameter in self.model.named_parameters():
             found[f"model.{name}"] = parameter.detach()
-            for key, tensor in self.optimizer.state[parameter].items() if moments else ():
+            for key, tensor in self.optimizer.state[parameter].items():
                 found[f"optimizer.{name}.{key}"] = tensor
         return found
 
-    def checksums(self, moments: bool = True) -> dict[str, int]:
+    def checksums(self) -> dict[str, int]:
         """By name, of this rank's shards of parameters and moments, and of the step counters."""
-        return checksums({name: local(tensor) for name, tensor in self.state(moments).items()})
+        return checksums({name: local(tensor) for name, tensor in self.state().items()})
 
     def _reshard(self) -> None:
         """Free gathered parameters."""
