@@ -149,6 +149,7 @@ class Loop:
         self.seconds: dict[str, float] = {}  # of the parts of the present step
         self.turns: list[Turn] = []  # of the present step
         self.warm: list[float] = []  # rewards of the held-out problems after the warm-up
+        self.tags: dict[str, list[str]] = {}  # of the regions of each role that is built
         self.in_regions = options.memory == "memsaver"
         self.place()
         self.actors = {role: self.make(role) for role in self.kinds}
@@ -179,27 +180,22 @@ class Loop:
         return self.call(name.partition(".")[0], "ask", name, *arguments)
 
     def set_up(self) -> None:
-        """Build both roles. The engines pause before the trainers take their memory."""
-        engine = self.set_up_engines()
-        self.join(engine, self.set_up_trainers())
-
-    def set_up_engines(self) -> list[str]:
-        tags: list[str] = self.call("engine", "setup", self.call("engine", "address"))[0]
-        self.call("engine", "pause", backup={tags[0]: "none"} if self.in_regions else None)
-        return tags
-
-    def set_up_trainers(self) -> list[str]:
-        tags: list[str] = self.call("trainer", "setup", self.call("trainer", "address"))[0]
+        """Build each role that is not yet, and the group of all actors."""
+        for role in [each for each in self.kinds if each not in self.tags]:
+            self.tags[role] = self.call(role, "setup", self.call(role, "address"))[0]
+            if role == "engine":  # before the trainers take its memory
+                self.pause(role)
         self.trainers_on = set(self.call("trainer", "uuid")) if self.in_regions else set[str]()
-        return tags
-
-    def join(self, engine: list[str], trainer: list[str]) -> None:
-        """Make the group of all actors. The arguments are the tags of their regions."""
-        self.tags = {"engine": engine, "trainer": trainer}
-        restore = {"sync": {"engine": {engine[0]: False}}} if self.in_regions else None  # which overwrites the weights
+        weights = self.tags["engine"][0]
+        restore = {"sync": {"engine": {weights: False}}} if self.in_regions else None  # which overwrites the weights
         self.group = Group(**self.actors, phases=self.phases(), backup=self.backups(), restore=restore, lazy=None)
         temperature, seconds = self.recipe.trainer.temperature, self.options.answer_within
         self.rollouts = Rollouts(self.actors["engine"], self.task, temperature, seconds, self.options.engine_ranks)
+
+    def pause(self, role: str) -> None:
+        """All regions of a role, outside of a turn. A sync brings the engines' weights."""
+        lost = {self.tags[role][0]: "none"} if role == "engine" and self.in_regions else None
+        self.call(role, "pause", backup=lost)
 
     def phases(self) -> dict[str, dict[str, Any]]:
         """The tags that are resident in each phase, by role. All others are paused."""

@@ -52,8 +52,8 @@ class Local(example.Loop):
     def call(self, role: str, method: str, *arguments: Any, **named: Any) -> list[Any]:
         return [getattr(self.actors[role][0], method)(*arguments, **named)]
 
-    def join(self, engine: list[str], trainer: list[str]) -> None:
-        super().join(engine, trainer)
+    def set_up(self) -> None:
+        super().set_up()
         generate = self.actors["engine"][0].generate
         self.rollouts.engines = [SimpleNamespace(generate=SimpleNamespace(remote=generate))]
 

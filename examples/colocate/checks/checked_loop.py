@@ -43,8 +43,8 @@ class CheckedLoop(Loop):
         self.counts: Counter[str] = Counter()  # of the engines, over all steps
         self.surprise = [0.0, 0.0]  # of all steps: see TokenStatistics
 
-    def join(self, engine: list[str], trainer: list[str]) -> None:
-        super().join(engine, trainer)
+    def set_up(self) -> None:
+        super().set_up()
         self._addresses = self.ask("engine.addresses")
         self._layouts = self.ask("engine.weight_layout")[: self.options.engine_ranks]
         self._counted = self._count()

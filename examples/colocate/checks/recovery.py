@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -13,7 +12,6 @@ from ray.exceptions import RayActorError
 from ..options import Options
 from ..recipes import Recipe
 from ..task import Task
-from ..trainer.interface import Sample, StepMetrics, TokenStatistics
 from .checked_loop import CheckedLoop
 from .checkpoints import Checkpoints
 
@@ -37,7 +35,6 @@ class RecoverableLoop(CheckedLoop):
             self.checkpoints.check_start(self._settings, options.resume)
         super().__init__(options, recipe, task)
         self.last = min(recipe.steps, options.stop_after or recipe.steps)
-        self._missing = {"engine", "trainer"}  # roles to build
         self.goes_back = options.resume  # to the newest checkpoint
         self._kills, self._losses = list(options.kill), 0
 
@@ -51,7 +48,7 @@ class RecoverableLoop(CheckedLoop):
                 self._replace_lost(error)
 
     def _go_on(self) -> None:
-        if self._missing:
+        if self.tags.keys() != self.kinds.keys():
             self.set_up()
         if self.goes_back:
             self._go_back()
@@ -68,18 +65,12 @@ class RecoverableLoop(CheckedLoop):
 
     def set_up(self) -> None:
         """Build the roles that are missing; the others are paused."""
-        tags: dict[str, list[str]] = getattr(self, "tags", {})
-        for role in {"engine", "trainer"} - self._missing:
+        for role in self.tags:
             self.call(role, "colocated_abort")  # of a turn that failed
-            self.call(role, "pause", backup={tags[role][0]: "none"} if role == "engine" and self.in_regions else None)
-        for role in self._missing if tags else ():
+            self.pause(role)
+        for role in self.kinds.keys() - self.tags.keys() if self._losses else ():
             self.call(role, "await_memory", _RETURN_S)
-        if "engine" in self._missing:
-            tags = {**tags, "engine": self.set_up_engines()}
-        if "trainer" in self._missing:
-            tags = {**tags, "trainer": self.set_up_trainers()}
-        self._missing = set()
-        self.join(**tags)
+        super().set_up()
 
     def call(self, role: str, method: str, *arguments: Any, **named: Any) -> list[Any]:
         """In the drill, the last actor of the role dies when its work begins."""
@@ -90,24 +81,15 @@ class RecoverableLoop(CheckedLoop):
             ray.kill(self.actors[role][-1])
         return super().call(role, method, *arguments, **named)
 
-    def train(self, samples: Sequence[Sample]) -> tuple[StepMetrics, TokenStatistics]:
-        """The trainers write their part of a checkpoint in their turn."""
-        found = super().train(samples)
-        if self._is_due(self.steps_done + 1):
-            self._save(self.steps_done + 1)
-        return found
-
     def bring_weights(self) -> None:
-        if self.steps_done == 0 and not self.warm:
-            self._save(0)
+        """The trainers write their part of a checkpoint at the end of their turn."""
+        step = self.steps_done + 1 if self.warm else 0
+        if self.checkpoints is not None and not self.goes_back and self._is_due(step):
+            self.ask("trainer.save", self.checkpoints.begin(step))
         super().bring_weights()
 
     def _is_due(self, step: int) -> bool:
         return step % self.options.checkpoint_every == 0 or step == self.last
-
-    def _save(self, step: int) -> None:
-        if self.checkpoints is not None:
-            self.ask("trainer.save", self.checkpoints.begin(step))
 
     def _commit(self) -> None:
         """Write the rest of the checkpoint and give it its name, after the whole step."""
@@ -150,9 +132,9 @@ class RecoverableLoop(CheckedLoop):
         self._losses += 1
         self.say(f"lost {', '.join(sorted(lost))} in step {self.steps_done + 1}: {type(error).__name__}")
         self.write_log({"lost": sorted(lost), "in_step": self.steps_done + 1})
-        self._missing |= lost
         self.goes_back = True
         for role in lost:  # a collective group cannot replace a single rank
+            self.tags.pop(role, None)
             for actor in self.actors[role]:
                 ray.kill(actor)
             self.actors[role] = self.make(role)
