@@ -43,11 +43,8 @@ def load(path: str | None, dtype: torch.dtype, region: memsaver.Region) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    placed: dict[Tensor, Tensor] = {}  # tied parameters come once
-    for tensor in (*model.parameters(), *model.buffers()):
-        placed[tensor] = region.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
-    for tensor, there in placed.items():
-        tensor.data = there
+    for tensor in (*model.parameters(), *model.buffers()):  # tied parameters come once
+        tensor.data = region.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
     return model
 
 
