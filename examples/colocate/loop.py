@@ -102,12 +102,6 @@ class TrainerActor(Worker):
         self.sent = ()
         self.release_cache()  # of activations
 
-    def warm_up(self, batches: Sequence[Sequence[Sample]], rates: Sequence[float]) -> StepMetrics:
-        """Supervised steps, one for each batch. Returns the last one's metrics."""
-        for batch, rate in zip(batches, rates):
-            metrics = self.trainer.warm_up(batch, rate)
-        return metrics
-
     def train(self, samples: Sequence[Sample], rate: float) -> tuple[StepMetrics, TokenStatistics]:
         """Policy-gradient steps on parts of a rollout. Returns their mean metrics, and statistics of the tokens."""
         parts = [samples[part :: self.recipe.minibatches] for part in range(self.recipe.minibatches)]
@@ -222,11 +216,11 @@ class Loop:
         """From initial weights to the first rollout: a supervised warm-up, and the first sync."""
         recipe = self.recipe
         self.enter("train")
-        for first in range(0, recipe.warm_up_steps, 50):  # a line of progress for each
-            steps = range(recipe.warm_up_steps)[first : first + 50]
-            batches = [self.task.demonstrations(recipe.warm_up_batch) for _ in steps]
-            metrics = self.call("trainer", "warm_up", batches, [recipe.warm_up_rate_at(step) for step in steps])[0]
-            self.say(f"warm-up, {steps.stop} of {recipe.warm_up_steps} steps: loss {metrics.loss:.3f}")
+        for step in range(recipe.warm_up_steps):
+            batch = self.task.demonstrations(recipe.warm_up_batch)
+            metrics = self.ask("trainer.warm_up", batch, recipe.warm_up_rate_at(step))[0]
+            if (step + 1) % 50 == 0 or step + 1 == recipe.warm_up_steps:
+                self.say(f"warm-up, {step + 1} of {recipe.warm_up_steps} steps: loss {metrics.loss:.3f}")
         self.ask("trainer.reset_optimizer")
         self.bring_weights()
         self.warm = self.rollouts.held_out_rewards()
