@@ -194,11 +194,10 @@ class Loop:
     def phases(self) -> dict[str, dict[str, Any]]:
         """The tags that are resident in each phase, by role. All others are paused."""
         engine, trainer = self.tags["engine"], self.tags["trainer"]
+        late = ["optimizer"] if self.options.late else []  # the first update waits for it
+        train = {"resident": [tag for tag in trainer if tag not in late], "late": late}
         # Gathering takes memory of torch's default pool, which is a region on a GPU.
-        train, written = {"resident": trainer}, {"resident": [tag for tag in trainer if tag in ("params", "torch")]}
-        if self.options.late:  # the first update waits for it
-            train = {"resident": [tag for tag in trainer if tag != "optimizer"], "late": ["optimizer"]}
-            written["lingering"] = ["optimizer"]
+        written = {"resident": [tag for tag in trainer if tag in ("params", "torch")], "lingering": late}
         sync = {"engine": engine[:1], "trainer": written}
         return {"rollout": {"engine": engine}, "train": {"trainer": train}, "sync": sync}
 

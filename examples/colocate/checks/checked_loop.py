@@ -117,8 +117,8 @@ class CheckedLoop(Loop):
         """Also a line of the log."""
         super().report(rollout, metrics, statistics)
         now = self._count()
-        self.counts += now - self._counted
         counts, self._counted = now - self._counted, now
+        self.counts += counts
         capped_N = statistics.capped_N(self.recipe.trainer.weight_cap)
         moved = {
             turn.phase: [sum(each.copied_bytes for ranks in side.values() for each in ranks) for side in sides]
