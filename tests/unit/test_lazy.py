@@ -21,10 +21,22 @@ from memsaver import _core, _results
 from memsaver.transitions import prepare_pause
 from tests import controls
 from tests.pool_support import LAZY
-from tests.support import MIB, PAGE, Block, Fill, Make, blocks, check, free_bytes, host_used_bytes, until
+from tests.support import (
+    MIB,
+    PAGE,
+    Block,
+    Fill,
+    Make,
+    blocks,
+    check,
+    free_bytes,
+    host_used_bytes,
+    sparse_blocks,
+    until,
+)
 
 CHUNK = PAGE
-LARGE = 32 * MIB  # four in a batch of copies ahead, two in one of a pause
+LARGE = 32 * MIB  # four in a batch of copies ahead, two in one of a pause. Each has contents of 1 MiB
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +56,7 @@ def lazily(
 ) -> tuple[memsaver.Region, list[Block]]:
     """A region with some chunks and their blocks, which is paused lazily."""
     region = make(backup, **options)
-    held = [Block(region, size, seed) for seed in range(chunks)]
+    held = sparse_blocks(region, chunks) if size == LARGE else blocks(region, chunks * [size])
     region.pause(lazy=True)
     assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, chunks * size)
     return region, held
@@ -53,9 +65,9 @@ def lazily(
 def test_turns_of_sides_that_both_fit_copy_nothing(make: Make) -> None:
     one, held = lazily(make)
     two = make("none")
-    other = blocks(two, [64 * MIB])
+    other = two.empty(64 * MIB)
     memory, free = host_used_bytes(), free_bytes()
-    for turn in range(20):
+    for turn in range(4):
         out, back = (one, two) if turn % 2 else (two, one)
         done = memsaver.switch(pause=out.tag, resume=back.tag, lazy={out.tag: True})
         assert (done.copied_bytes, done.released_bytes, done.restored_bytes) == (0, 0, 0)
@@ -81,20 +93,22 @@ def test_turns_of_sides_that_both_fit_copy_nothing(make: Make) -> None:
 def test_a_demand_takes_what_it_lacks_and_a_resume_copies_only_that_back(make: Make) -> None:
     one, held = lazily(make, size=LARGE)
     two = make("host")
-    more = blocks(two, [3 * LARGE])
+    more = [two.empty(3 * LARGE, torch.uint8)]
     two.pause()
     with Fill(leave=LARGE + 10 * MIB):
         two.resume()
-        assert (one.backup_bytes, one.offered_bytes) == (2 * LARGE, 2 * LARGE)  # 54 MiB are lacking
-        more += blocks(two, [20 * MIB])
+        assert (one.backup_bytes, one.offered_bytes) == (2 * MIB, 2 * LARGE)  # 54 MiB are lacking
+        more += [two.empty(20 * MIB, torch.uint8)]
         assert one.offered_bytes == LARGE  # 10 MiB were free
-        more += blocks(two, [5 * MIB])
+        more += [two.empty(5 * MIB, torch.uint8)]
         assert one.offered_bytes == LARGE
+        last = Block(two, MIB, seed=9)
         done = memsaver.switch(pause=two.tag, resume=one.tag, lazy=True)
-        assert done.copied_bytes <= 3 * LARGE + two.backup_bytes
+        assert done.copied_bytes == 3 * MIB + two.backup_bytes
         assert two.backup_bytes <= 3 * LARGE
     two.resume()
-    check(held + more)
+    check([*held, last])
+    del more
 
 
 def test_the_option_is_the_default_of_pauses(make: Make) -> None:
@@ -102,21 +116,21 @@ def test_the_option_is_the_default_of_pauses(make: Make) -> None:
         memsaver.configure(lazy="copies")
     memsaver.configure(lazy=True)
     region, other = make("host"), make("host")
-    held = [Block(each, LARGE, 1) for each in (region, other)]
+    held = [Block(each, CHUNK, 1) for each in (region, other)]
     memsaver.pause([region, other], lazy={other.tag: False})
-    assert (region.offered_bytes, other.offered_bytes) == (LARGE, 0)
+    assert (region.offered_bytes, other.offered_bytes) == (CHUNK, 0)
     region.pause(lazy=False)
-    assert (region.offered_bytes, region.backup_bytes) == (0, LARGE)
+    assert (region.offered_bytes, region.backup_bytes) == (0, CHUNK)
     memsaver.resume([region, other])
     memsaver.define_phase("lazy", region)
     memsaver.define_phase("lazy other", other)
     with memsaver.phase("lazy"):
-        assert other.offered_bytes == LARGE
+        assert other.offered_bytes == CHUNK
     other.resume()
     memsaver.configure(lazy="copy")
     other.pause()
-    wait_for_copies(other, 1)
-    assert other.offered_bytes == LARGE
+    wait_for_copies(other, CHUNK)
+    assert other.offered_bytes == CHUNK
     other.resume()
     memsaver.configure(lazy=False)
     check(held)
@@ -127,7 +141,7 @@ def test_the_option_is_the_default_of_pauses(make: Make) -> None:
 
 def test_contents_that_are_not_kept_are_given_without_a_copy(make: Make) -> None:
     for backup, options in (("none", {}), ("host", {"frozen": True})):
-        region, held = lazily(make, backup, size=LARGE, **options)
+        region, held = lazily(make, backup, **options)
         region.resume()
         region.pause()  # a frozen region has its copy from here on
         region.resume()
@@ -136,10 +150,10 @@ def test_contents_that_are_not_kept_are_given_without_a_copy(make: Make) -> None
         controls.disarm()
         with Fill(leave=0):
             controls.arm(1, "error", "cuMemcpyDtoHAsync")
-            blocks(make("none"), [LARGE])
+            make("none").empty(CHUNK, torch.uint8)
             assert controls.calls() == 0
             controls.disarm()
-        assert (host_used_bytes(), region.offered_bytes) == (used, 3 * LARGE)
+        assert (host_used_bytes(), region.offered_bytes) == (used, 3 * CHUNK)
         del held
 
 
@@ -147,7 +161,7 @@ def test_contents_that_are_not_kept_are_given_without_a_copy(make: Make) -> None
 def test_a_small_demand_takes_a_share_of_what_needs_no_copy(make: Make, backup: str, taken: int) -> None:
     """A program that allocates step by step does not wait in each step. Large chunks stay."""
     region, large = make(backup), make(backup)
-    held = blocks(region, [MIB] * 64), blocks(large, [LARGE])
+    held = [region.empty(MIB, torch.uint8) for _ in range(64)], sparse_blocks(large, 1)
     memsaver.pause([region, large], lazy=True)
     before = region.offered_bytes
     with Fill(leave=0):
@@ -280,9 +294,9 @@ def test_a_pause_that_is_not_lazy_copies_the_rest_up_to_its_bound(make: Make, ba
         assert (region.state, region.mapped_bytes, region.offered_bytes) == ("paused", 0, LARGE)  # after one batch
         done = region.pause()
         assert (done.paused, done.released_bytes) == ((), LARGE)
-        assert done.copied_bytes == LARGE or backup == "disk"  # where the first one wrote more than it gave
+        assert done.copied_bytes == MIB or backup == "disk"  # where the first one wrote more than it gave
         del more
-    assert (region.offered_bytes, region.backup_bytes, free_bytes()) == (0, 4 * LARGE, free + 4 * LARGE)
+    assert (region.offered_bytes, region.backup_bytes, free_bytes()) == (0, 4 * MIB, free + 4 * LARGE)
     region.resume()
     check(held)
 
@@ -290,20 +304,20 @@ def test_a_pause_that_is_not_lazy_copies_the_rest_up_to_its_bound(make: Make, ba
 def test_a_shortage_of_host_memory_keeps_the_other_chunks(make: Make) -> None:
     memsaver.release_host_memory()
     region, held = lazily(make, size=LARGE)
-    memsaver.configure(host_limit=host_used_bytes() + 2 * LARGE)  # others may hold idle memory
+    memsaver.configure(host_limit=host_used_bytes() + 2 * MIB)  # others may hold idle memory
     paused = time.monotonic()
     time.sleep(0.05)
     with Fill(leave=0):
-        more = blocks(make("none"), [LARGE])
+        more = make("none").empty(LARGE, torch.uint8)
         elapsed = time.monotonic() - paused
         [row] = [each for each in memsaver.stats().devices["cpu"].regions if each.tag == region.tag]
-        assert region.backup_bytes == LARGE and row.paused_s > elapsed - 0.01
+        assert region.backup_bytes == MIB and row.paused_s > elapsed - 0.01
         for late in (make("none"), make("none")):
             with pytest.raises(memsaver.OutOfMemoryError, match="cannot be copied: .*host_limit is") as raised:
                 late.empty(3 * LARGE, torch.uint8)
             [(pid, _, offered, why)] = raised.value.unused
             assert (pid, offered, why[:13]) == (os.getpid(), 2 * LARGE, "offers chunks")
-        assert (region.backup_bytes, region.offered_bytes) == (2 * LARGE, 2 * LARGE)
+        assert (region.backup_bytes, region.offered_bytes) == (2 * MIB, 2 * LARGE)
         with pytest.raises(memsaver.BackupError):
             region.pause()
         assert region.offered_bytes == 2 * LARGE
@@ -352,14 +366,14 @@ def test_contents_of_an_offered_region_can_be_read_and_written(make: Make, backu
 def ahead(make: Make, backup: str = "host", chunks: int = 8, **options: object) -> tuple[memsaver.Region, list[Block]]:
     """A region whose contents are copied ahead of a demand, in batches of four chunks."""
     region = make(backup, **options)
-    held = [Block(region, LARGE, seed) for seed in range(chunks)]
+    held = sparse_blocks(region, chunks)
     region.pause(lazy="copy")
     return region, held
 
 
-def wait_for_copies(region: memsaver.Region, chunks: int = 8) -> None:
-    """Until so many chunks have been copied, and none is mapped."""
-    until(lambda: (region.backup_bytes, region.mapped_bytes) == (chunks * LARGE, 0), within_s=20.0)
+def wait_for_copies(region: memsaver.Region, nbytes: int = 8 * MIB) -> None:
+    """Until so many bytes have been copied, and no chunk is mapped."""
+    until(lambda: (region.backup_bytes, region.mapped_bytes) == (nbytes, 0), within_s=20.0)
 
 
 def copied_out() -> float:
@@ -370,22 +384,22 @@ def copied_out() -> float:
 def test_a_demand_copies_nothing_that_was_copied_ahead(make: Make) -> None:
     region, held = ahead(make)
     on_disk, written = ahead(make, "disk", chunks=2)  # for which nothing is copied ahead
-    other = make("none")
+    offered = 8 * LARGE
     for turn in range(2):
         wait_for_copies(region)
-        assert (region.state, region.offered_bytes) == ("paused", 8 * LARGE)
+        assert (region.state, region.offered_bytes) == ("paused", offered)
         assert (on_disk.backup_bytes, on_disk.offered_bytes) == (0, 2 * LARGE)
         with pytest.raises(memsaver.RegionPausedError):
             region.empty(1)
         copies = controls.count("cuMemcpyDtoHAsync")
         with Fill(leave=0):
-            more = blocks(other, [3 * LARGE])
-            assert region.offered_bytes == 5 * LARGE
-            del more
+            make("none").empty(3 * LARGE, torch.uint8)
+            assert region.offered_bytes == offered - 3 * LARGE
         assert controls.count("cuMemcpyDtoHAsync") == copies
-        assert region.resume().copied_bytes == 3 * LARGE
+        assert region.resume().copied_bytes == 3 * MIB
         check(held)
         held[0].fill(turn + 50)
+        offered = region.mapped_bytes  # the chunks that came back may be smaller
         region.pause(lazy="copy")
     wait_for_copies(region)
     assert region.resume().copied_bytes == 0
@@ -396,10 +410,10 @@ def test_a_demand_copies_nothing_that_was_copied_ahead(make: Make) -> None:
 def test_a_demand_takes_copied_chunks_first(make: Make) -> None:
     first, held = lazily(make, size=LARGE)
     region, more = ahead(make, chunks=4)
-    wait_for_copies(region, 4)
+    wait_for_copies(region, 4 * MIB)
     copies = controls.count("cuMemcpyDtoHAsync")
     with Fill(leave=0):
-        blocks(make("none"), [3 * LARGE])
+        make("none").empty(3 * LARGE, torch.uint8)
     assert (first.offered_bytes, region.offered_bytes) == (4 * LARGE, LARGE)
     assert controls.count("cuMemcpyDtoHAsync") == copies
     memsaver.resume([first, region])
@@ -410,7 +424,7 @@ def test_a_demand_takes_copied_chunks_first(make: Make) -> None:
 def copies_in(make: Make, threads: ThreadPoolExecutor) -> Iterator[Callable[[], memsaver.Region]]:
     """Begins a resume whose copy in is held. Twice at most."""
     regions = [make("host"), make("host")]
-    held = [Block(each, LARGE, seed) for seed, each in enumerate(regions)]  # alive as long as the fixture
+    held = [Block(each, CHUNK, seed) for seed, each in enumerate(regions)]  # alive as long as the fixture
     memsaver.pause(regions)
 
     def begin() -> memsaver.Region:
@@ -428,7 +442,7 @@ def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
     make: Make, copies_in: Callable[[], memsaver.Region]
 ) -> None:
     region = make("host")
-    held = blocks(region, 12 * [LARGE])
+    held = sparse_blocks(region, 12)
     with controls.held("cuMemcpyHtoDAsync"):
         copies_in()
         copies = controls.count("cuMemcpyDtoHAsync")
@@ -440,17 +454,17 @@ def test_copies_ahead_wait_for_other_copies_and_stop_for_them(
     with controls.held("cuMemcpyHtoDAsync"):
         copies_in()
         controls.go_on("cuMemcpyDtoHAsync")
-        wait_for_copies(region, 4)  # the batch that had begun
+        wait_for_copies(region, 4 * MIB)  # the batch that had begun
         time.sleep(0.5)
-        assert region.backup_bytes == 4 * LARGE
-    wait_for_copies(region, 12)
+        assert region.backup_bytes == 4 * MIB
+    wait_for_copies(region, 12 * MIB)
     region.resume()
     check(held)
 
 
 def test_copies_ahead_wait_for_a_transition_of_the_region(make: Make, copies_in: Callable[[], memsaver.Region]) -> None:
     region = make("host")
-    held = blocks(region, 2 * [LARGE])
+    held = blocks(region, [CHUNK])
     with controls.held("cuMemcpyHtoDAsync"):
         other = copies_in()
         region.pause(lazy="copy")
@@ -459,7 +473,7 @@ def test_copies_ahead_wait_for_a_transition_of_the_region(make: Make, copies_in:
     time.sleep(0.1)
     assert region.backup_bytes == 0
     prepared.abort()
-    wait_for_copies(region, 2)
+    wait_for_copies(region, CHUNK)
     region.resume()
     check(held)
 
@@ -487,9 +501,9 @@ def test_copies_ahead_stop_for_a_demand(make: Make, threads: ThreadPoolExecutor,
             found = demand.result(10)
     if way == "resume":  # after the batch that had begun
         until(lambda: copied_out() > before)
-        assert (found.copied_bytes, copied_out() - before) == (0, 4 * LARGE)  # type: ignore[attr-defined]
+        assert (found.copied_bytes, copied_out() - before) == (0, 4 * MIB)  # type: ignore[attr-defined]
     elif way == "pause":
-        assert found.copied_bytes == 8 * LARGE  # type: ignore[attr-defined]
+        assert found.copied_bytes == 8 * MIB  # type: ignore[attr-defined]
     elif way == "allocation":
         until(lambda: region.offered_bytes == 11 * LARGE)
     region.resume()
@@ -523,18 +537,18 @@ def test_a_close_waits_for_a_copy_ahead(make: Make, threads: ThreadPoolExecutor)
 def test_copies_ahead_end_without_host_memory_and_chunks_stay_offered(make: Make) -> None:
     make()  # opens the device
     memsaver.release_host_memory()
-    memsaver.configure(host_limit=host_used_bytes() + 5 * LARGE)  # others may hold idle memory
+    memsaver.configure(host_limit=host_used_bytes() + 5 * MIB)  # others may hold idle memory
     maps = controls.count("cuMemMap")
     region, held = ahead(make)
     maps += 8  # of the blocks
     until(lambda: controls.count("cuMemMap") >= maps + 8)  # of two batches
-    wait_for_copies(region, 4)
+    wait_for_copies(region, 4 * MIB)
     memsaver.configure(host_limit=None)
     time.sleep(0.1)
-    assert (region.state, region.offered_bytes, region.backup_bytes) == ("paused", 8 * LARGE, 4 * LARGE)
+    assert (region.state, region.offered_bytes, region.backup_bytes) == ("paused", 8 * LARGE, 4 * MIB)
     with Fill(leave=0):
-        blocks(make("none"), [6 * LARGE])
-        assert (region.offered_bytes, region.backup_bytes) == (2 * LARGE, 6 * LARGE)
+        make("none").empty(6 * LARGE, torch.uint8)
+        assert (region.offered_bytes, region.backup_bytes) == (2 * LARGE, 6 * MIB)
     region.resume()
     check(held)
 

@@ -48,6 +48,7 @@ from tests.support import (
     exploration,
     fast_directory,
     free_bytes,
+    holds,
     host_held_bytes,
     random_bytes,
     segments,
@@ -75,8 +76,6 @@ TIMEOUTS = [None, None, None, 0.0, 0.05, 5.0]
 HOLDS = [0.001, 0.03, 2.0, None]
 DELAYS = [0.0, 0.0, 0.0, 0.01, 0.5]
 
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _numbers = itertools.count()
 
 indices = st.integers(0, 11)
@@ -130,9 +129,7 @@ class Segment:
 
     def holds_at(self, address: int) -> bool:
         return all(
-            window.expected is None
-            or _memcmp(address + window.offset, window.expected.ctypes.data, window.expected.nbytes) == 0
-            for window in self.windows
+            window.expected is None or holds(address + window.offset, window.expected) for window in self.windows
         )
 
 
