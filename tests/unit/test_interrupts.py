@@ -23,7 +23,7 @@ from memsaver._adapter import adapter
 from memsaver.turns.group import BaseGroup
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
-from tests.support import MIB, Block, Visitor, check, until
+from tests.support import KIB, Block, Visitor, check, until
 
 FOLDER = os.path.dirname(memsaver.__file__)
 CALLS = {dis.opmap[name] for name in ("CALL", "CALL_FUNCTION_EX", "CALL_KW") if name in dis.opmap}
@@ -120,7 +120,7 @@ def test_an_interrupt_at_any_place_blocks_no_later_call(
     regions: list[memsaver.Region], call: Callable[[memsaver.Region, memsaver.Region], None]
 ) -> None:
     first, second = regions
-    held = Block(first, MIB)
+    held = Block(first, KIB)
     call(first, second)  # imports and caches
     kept: KeyboardInterrupt | None = None  # as a debugger keeps it: its traceback has the objects of the call
     n = 0
@@ -152,7 +152,7 @@ def test_an_interrupt_at_any_place_blocks_no_later_call(
 
 def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use(make: Callable[..., Any]) -> None:
     weights, params = make("host"), make("host")
-    held = [Block(weights, MIB), Block(params, MIB)]
+    held = [Block(weights, KIB), Block(params, KIB)]
     plan = Plan(
         {
             "rollout": {"engine": [weights.tag]},

@@ -769,7 +769,7 @@ class Device(RuleBasedStateMachine):
         free, total = _core.open_driver("cpu").memory()
         mapped = sum(region.mapped_bytes + region.offered_bytes for region in memsaver.regions.all_regions())
         taken = sum(each.nbytes for each in self.others)
-        retained = int(memsaver.stats().devices["cpu"].retained_bytes)
+        retained = int(_core.device_stats("cpu")["retained_bytes"])
         return int(total - free - mapped - taken - retained)
 
     def teardown(self) -> None:

@@ -16,7 +16,7 @@ from memsaver import _core, _results
 from tests import controls
 from tests.support import MIB, Block, Make, until
 
-BATCH, ALL = 64 * MIB, 192 * MIB  # of copies, and of a region
+BATCH, ALL = 64 * MIB, 130 * MIB  # of copies, and of a region: three batches
 
 
 class Terminal(io.StringIO):
@@ -129,7 +129,7 @@ def test_a_bar_shows_the_copied_bytes_and_the_stage(
 
     def watch() -> None:
         until(lambda: controls.stopped("cuEventSynchronize"))
-        until(lambda: "33%" in stderr.getvalue())
+        until(lambda: "49%" in stderr.getvalue())
         seen.set()
         controls.go_on("cuEventSynchronize")
 
@@ -142,7 +142,7 @@ def test_a_bar_shows_the_copied_bytes_and_the_stage(
         assert verb(progress=True).copied_bytes == ALL  # type: ignore[operator]
         watcher.join()
         text = stderr.getvalue()
-        assert f"{name} {region.tag}:  33%" in text and "| 64.0M/192M [" in text and ", move]" in text
+        assert f"{name} {region.tag}:  49%" in text and "| 64.0M/130M [" in text and ", move]" in text
         assert "100%" in text.splitlines()[-1] and text.endswith("\n")
         stderr.seek(0)
         stderr.truncate()
@@ -165,7 +165,7 @@ def test_a_log_line_takes_the_place_of_a_bar_without_a_terminal(
     assert caplog.messages == []
     monkeypatch.setattr(_results, "_LOG_S", 0.001)
     controls.hold("cuEventSynchronize", after=1)
-    line = f"pause {region.tag}: 64.0 MiB of 192.0 MiB copied, in stage 'move'"
+    line = f"pause {region.tag}: 64.0 MiB of 130.0 MiB copied, in stage 'move'"
     moving = memsaver.start(pause=region, progress=True)
     until(lambda: line in caplog.messages)
     controls.go_on("cuEventSynchronize")

@@ -13,10 +13,10 @@ import memsaver
 from memsaver._torch import checksums
 from memsaver._torch.checksums import block_sums
 from tests import controls
-from tests.support import KIB, MIB, Make, Sweep, blocks, check, host_held_bytes
+from tests.support import KIB, MIB, Make, Sweep, blocks, check, host_held_bytes, sparse_blocks
 
 BLOCK = 8 * MIB
-SIZES = [66 * MIB, 3 * KIB, 9 * MIB + 512, 5 * MIB]  # several batches of copies
+ROWS = 64 * KIB  # of a smaller block
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def own_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def sums(*arrays: np.ndarray) -> list[int]:
-    return block_sums("cpu", [(each.ctypes.data, each.nbytes) for each in arrays], BLOCK)
+    return block_sums("cpu", [(each.ctypes.data, each.nbytes) for each in arrays], ROWS)
 
 
 def test_words_are_read_at_multiples_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +38,8 @@ def test_words_are_read_at_multiples_of_their_size(monkeypatch: pytest.MonkeyPat
         return folded(words)
 
     monkeypatch.setattr(checksums, "_folded", spy)
-    sums(np.ones(5, np.uint8), np.ones(9 * BLOCK, np.uint8))
+    monkeypatch.setattr(checksums, "_AT_ONCE", 8 * ROWS)
+    sums(np.ones(5, np.uint8), np.ones(9 * ROWS, np.uint8))
     assert found and not any(found)
 
 
@@ -48,20 +49,20 @@ def common_bytes() -> int:
 
 def test_blocks_that_have_not_changed_are_not_copied_again(make: Make, tag: str) -> None:
     region, free = make("host", same_as=tag), common_bytes()
-    held = blocks(region, SIZES)
-    before, total = host_held_bytes(), sum(SIZES)
+    held = [*sparse_blocks(region, 3), *blocks(region, [9 * MIB + 512, 3 * KIB])]  # several batches of copies
+    before, total = host_held_bytes(), region.allocated_bytes
     assert region.pause().copied_bytes == total
     assert (host_held_bytes(), common_bytes()) == (before, free + -(-total // BLOCK) * BLOCK)
     assert region.resume().copied_bytes == total
     check(held)
     assert region.pause().copied_bytes == 0
     region.resume()
-    held[0].tensor[20 * MIB] += 1
-    held[0].expected = held[0].tensor.numpy().copy()
+    held[3].tensor[20 * KIB] += 1
+    held[3].expected = held[3].tensor.numpy().copy()
     assert region.pause().copied_bytes == BLOCK
     region.resume()
     check(held)
-    held += blocks(region, [40 * MIB], 9)  # the memory grows
+    held += [*sparse_blocks(region, 3), *blocks(region, [BLOCK], 9)]  # the memory grows
     del held[1]
     region.pause()
     region.resume()
@@ -73,12 +74,12 @@ def test_blocks_that_have_not_changed_are_not_copied_again(make: Make, tag: str)
 
 def test_calls_that_fail_lose_no_contents(make: Make, tag: str) -> None:
     region = make("host", same_as=tag)
-    held = blocks(region, [BLOCK, 3 * KIB, 5 * MIB])
+    held = blocks(region, [BLOCK, 3 * KIB])
     for number, _ in enumerate(Sweep("error", region.pause)):
         region.pause()
         region.resume()
         check(held)
-        held[2].fill(number)
+        held[1].fill(number)
         memsaver.release_host_memory()
     region.pause()
     for _ in Sweep("error", region.resume):
@@ -159,22 +160,22 @@ def test_wrong_arguments(make: Make, tag: str) -> None:
 
 
 def test_every_changed_byte_changes_a_sum_of_its_block_alone() -> None:
-    array = np.frombuffer(random.Random(1).randbytes(2 * BLOCK + 5001), np.uint8).copy()
+    array = np.frombuffer(random.Random(1).randbytes(2 * ROWS + 5001), np.uint8).copy()
     before = sums(array)
     assert len(before) == 6
-    parts = [array[:3], array[3 : BLOCK - 1], array[BLOCK - 1 :]]
+    parts = [array[:3], array[3 : ROWS - 1], array[ROWS - 1 :]]
     assert sums(*(each.copy() for each in parts)) == before
-    for at in (0, 1, 8191, 8192, BLOCK - 1, BLOCK, 2 * BLOCK + 5000):
+    for at in (0, 1, 8191, 8192, ROWS - 1, ROWS, 2 * ROWS + 5000):
         for bit in (1, 128):
             array[at] ^= bit
             after = sums(array)
             array[at] ^= bit
             changed = [number for number in range(6) if before[number] != after[number]]
-            assert changed == [at // BLOCK * 2, at // BLOCK * 2 + 1]
+            assert changed == [at // ROWS * 2, at // ROWS * 2 + 1]
 
 
 def test_changes_that_a_plain_sum_misses_change_the_sums() -> None:
-    words = np.arange(BLOCK // 8, dtype=np.int64)
+    words = np.arange(ROWS // 8, dtype=np.int64)
     before = sums(words)
     for change in ([5, 2000], [5, 6], [1024, 2048]):  # within a row, and over rows
         for act in (lambda pair: pair[::-1].copy(), lambda pair: pair ^ np.int64(-(1 << 63)), lambda pair: pair ^ 1):

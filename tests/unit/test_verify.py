@@ -100,7 +100,10 @@ def test_next_transition_waits_for_the_comparison(tag: str, monkeypatch: pytest.
 
 def test_pause_after_a_failed_one_compares_the_first_contents(tag: str) -> None:
     region = memsaver.region(tag, "cpu", "host")
-    held = [region.empty(size * MIB, torch.uint8).fill_(number) for number, size in enumerate((3, 40, 5, 24))]
+    held = [region.empty(3 * MIB, torch.uint8).fill_(0)]
+    gap = region.empty(31 * MIB)  # chunks with a gap take more calls
+    held += [region.empty(size * MIB, torch.uint8).fill_(size) for size in (1, 2)]
+    del gap
     for _ in Sweep("error", region.pause, "cuMemUnmap"):  # contents are there until then
         region.pause()
         flip_backup(held[2], 3)
