@@ -110,7 +110,7 @@ def test_entering_a_region_before_its_queued_pause_fails_the_pause(make: Make, g
 
 def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(make: Make, guard: Hold) -> None:
     region, other = make("host"), make("host")
-    held = blocks(region, [host_held_bytes() - host_used_bytes() + 40 * MIB, 100]) + blocks(other, [MIB])
+    held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB, 100]) + blocks(other, [MIB])
     memsaver.configure(host_limit=0)
     hold = guard(region)
     moves = [begin(side, region) for side in ("pause", "resume", "pause")]

@@ -14,7 +14,7 @@ import pytest
 import memsaver
 from memsaver import _core, _results
 from tests import controls
-from tests.support import MIB, Block, Make, until
+from tests.support import MIB, Block, Make, check, sparse_blocks, until
 
 BATCH, ALL = 64 * MIB, 130 * MIB  # of copies, and of a region: three batches
 
@@ -46,17 +46,9 @@ def is_shown() -> bool:
 # The bytes of the core
 
 
-def warm(region: memsaver.Region) -> Block:
-    """A block in the region, with host memory for it."""
-    block = Block(region, ALL)
-    region.pause()
-    region.resume()
-    return block
-
-
 def test_copied_bytes_advance_with_each_batch_in_both_directions(make: Make) -> None:
     region = make("host")
-    block = warm(region)
+    block = Block(region, ALL)
     controls.virtual_clock(True)  # copies are late until somebody waits for them
     controls.copies_delay(1.0)
     moves: list[dict[str, Any]] = [{"pause": region}, {"resume": region}]
@@ -78,7 +70,7 @@ def test_copied_bytes_advance_with_each_batch_in_both_directions(make: Make) -> 
 @pytest.mark.parametrize("lazy", [False, True], ids=["whole", "in pieces"])
 def test_copies_count_while_later_memory_is_mapped(make: Make, lazy: bool) -> None:
     region = make("host")
-    block = warm(region)
+    block = Block(region, ALL)
     region.pause(lazy=lazy)
     region.pause(lazy=False)  # chunks that are offered are copied, in pieces
     controls.hold("cuMemSetAccess", after=1)
@@ -97,7 +89,7 @@ def test_copies_count_while_later_memory_is_mapped(make: Make, lazy: bool) -> No
 
 def test_a_second_attempt_of_a_resume_counts_from_the_beginning(make: Make) -> None:
     region = make("host")
-    block = warm(region)
+    block = Block(region, ALL)
     region.pause()
     controls.fail("cuMemCreate", 2, controls.FOREVER, after=4)  # two batches are mapped
     controls.hold("cuMemSetAccess", after=1)
@@ -124,31 +116,26 @@ def test_a_bar_shows_the_copied_bytes_and_the_stage(
 ) -> None:
     monkeypatch.setattr(_results, "_DRAW_S", 0.001)
     region = make("host")
-    block = warm(region)
-    seen, threads = threading.Event(), threading.active_count()
+    held = sparse_blocks(region, 4)
+    threads = threading.active_count()
 
     def watch() -> None:
         until(lambda: controls.stopped("cuEventSynchronize"))
-        until(lambda: "49%" in stderr.getvalue())
-        seen.set()
+        until(lambda: "50%" in stderr.getvalue())
         controls.go_on("cuEventSynchronize")
 
-    for verb, name in ((region.pause, "pause"), (region.resume, "resume")):
-        controls.virtual_clock(True)
-        controls.copies_delay(1.0)
-        controls.hold("cuEventSynchronize", after=1)
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        assert verb(progress=True).copied_bytes == ALL  # type: ignore[operator]
-        watcher.join()
-        text = stderr.getvalue()
-        assert f"{name} {region.tag}:  49%" in text and "| 64.0M/130M [" in text and ", move]" in text
-        assert "100%" in text.splitlines()[-1] and text.endswith("\n")
-        stderr.seek(0)
-        stderr.truncate()
-        assert seen.is_set() and threading.active_count() == threads
-        seen.clear()
-    block.check()
+    controls.hold("cuEventSynchronize", after=1)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    assert region.pause(progress=True).copied_bytes == 4 * MIB
+    watcher.join()
+    text = stderr.getvalue()
+    assert f"pause {region.tag}:  50%" in text and "| 2.00M/4.00M [" in text and ", move]" in text
+    assert region.resume(progress=True).copied_bytes == 4 * MIB
+    text = stderr.getvalue()
+    assert f"resume {region.tag}: 100%" in text.splitlines()[-1] and text.endswith("\n")
+    assert threading.active_count() == threads
+    check(held)
 
 
 def test_a_log_line_takes_the_place_of_a_bar_without_a_terminal(
@@ -157,15 +144,15 @@ def test_a_log_line_takes_the_place_of_a_bar_without_a_terminal(
     stderr.is_terminal = False
     monkeypatch.setitem(sys.modules, "tqdm", None)  # it is not needed
     region = make("host")
-    block = warm(region)
+    held = sparse_blocks(region, 4)
     caplog.set_level(logging.INFO, "memsaver")
     monkeypatch.setattr(_results, "_LOG_S", 3600.0)  # the calls are shorter
-    region.pause(progress=True)
+    region.pause(lazy=True, progress=True)
     region.resume(progress=True)
     assert caplog.messages == []
     monkeypatch.setattr(_results, "_LOG_S", 0.001)
     controls.hold("cuEventSynchronize", after=1)
-    line = f"pause {region.tag}: 64.0 MiB of 130.0 MiB copied, in stage 'move'"
+    line = f"pause {region.tag}: 2.0 MiB of 4.0 MiB copied, in stage 'move'"
     moving = memsaver.start(pause=region, progress=True)
     until(lambda: line in caplog.messages)
     controls.go_on("cuEventSynchronize")
@@ -173,7 +160,7 @@ def test_a_log_line_takes_the_place_of_a_bar_without_a_terminal(
     assert not is_shown()
     assert stderr.getvalue() == ""
     region.resume()
-    block.check()
+    check(held)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

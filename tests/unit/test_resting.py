@@ -13,7 +13,7 @@ from memsaver import _core
 from tests import controls
 from tests.support import MIB, Block, Fill, Make, until
 
-SIZE = 40 * MIB
+SIZE = 8 * MIB
 WAIT_S = 1.0  # of a shortage, at most
 
 

@@ -37,7 +37,7 @@ from tests.support import (
 
 def test_a_transition_returns_after_its_copies_end(make: Make) -> None:
     region = make("host")
-    held = blocks(region, [40 * MIB, 100, 70 * MIB])
+    held = blocks(region, [MIB, 100, 66 * MIB])
     controls.virtual_clock(True)
     controls.copies_delay(1.0)
     for seed in range(2):
@@ -87,7 +87,7 @@ def test_a_switch_hands_chunks_from_region_to_region(make: Make) -> None:
 def test_a_switch_that_fails_after_its_commit_names_discarded_contents(make: Make, kind: str) -> None:
     """The error names the regions whose contents policy "none" discarded before the failure."""
     out, into = make(), make(backup="host")
-    held = [Block(out, 4 * MIB), Block(into, 4 * MIB)]
+    held = [Block(out, MIB), Block(into, MIB)]
     held[1].fill(7)
     into.pause()
     named = False
@@ -115,7 +115,7 @@ def test_a_switch_that_fails_after_its_commit_names_discarded_contents(make: Mak
 
 def test_a_switch_that_fails_has_given_its_chunks_back_when_it_raises(make: Make) -> None:
     out, back = make("host"), make("host")
-    held = blocks(back, [40 * MIB])
+    held = blocks(back, [10 * MIB])
     back.pause()
     held += blocks(out, [host_held_bytes() - host_used_bytes() + 5 * MIB])  # more than the idle bytes
     free = free_bytes()
