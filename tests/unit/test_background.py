@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -13,51 +14,31 @@ from memsaver import _core
 from tests.support import MIB, Block, Make, blocks, check, host_held_bytes, host_used_bytes
 
 
-class Guard:
-    """Delays every transition of some regions, as a guarded launch does, until release()."""
-
-    def __init__(self, *regions: memsaver.Region) -> None:
-        self.cores = [region._core for region in regions]
-        assert _core.acquire(self.cores) is None
-
-    def release(self) -> None:
-        cores, self.cores = self.cores, []
-        if cores:
-            _core.release(cores)
-
-
-@pytest.fixture
-def guard() -> Iterator[Callable[..., Guard]]:
-    guards: list[Guard] = []
-
-    def make_guard(*regions: memsaver.Region) -> Guard:
-        guards.append(Guard(*regions))
-        return guards[-1]
-
-    yield make_guard
-    for each in guards:
-        each.release()
-
-
-Hold = Callable[..., Guard]
+@contextmanager
+def guarded(region: memsaver.Region) -> Iterator[None]:
+    """Delays every transition of a region, as a guarded launch does."""
+    assert _core.acquire([region._core]) is None
+    try:
+        yield
+    finally:
+        _core.release([region._core])
 
 
 def begin(side: str, region: memsaver.Region) -> memsaver.TransitionFuture:
     return memsaver.start(pause=region) if side == "pause" else memsaver.start(resume=region)
 
 
-def test_a_transition_in_the_background_is_there_at_once_and_done_later(make: Make, guard: Hold) -> None:
+def test_a_transition_in_the_background_is_there_at_once_and_done_later(make: Make) -> None:
     region = make("host")
     held = blocks(region, [5 * MIB, 100])
     size, mapped = region.allocated_bytes, region.mapped_bytes
-    hold = guard(region)
-    pause = memsaver.start(pause=region)
-    assert not pause.done() and not pause.cancel()
-    for timeout in (0, 0.01):
-        with pytest.raises(TimeoutError):
-            pause.result(timeout)
-    held[0].check()
-    hold.release()
+    with guarded(region):
+        pause = memsaver.start(pause=region)
+        assert not pause.done() and not pause.cancel()
+        for timeout in (0, 0.01):
+            with pytest.raises(TimeoutError):
+                pause.result(timeout)
+        held[0].check()
     done = pause.result(60)
     assert pause.result(0) is done and pause.done() and region.state == "paused"
     assert done == memsaver.Transition((region.tag,), (), mapped, 0, size, done.seconds)
@@ -68,17 +49,18 @@ def test_a_transition_in_the_background_is_there_at_once_and_done_later(make: Ma
     assert memsaver.start().result(60) == memsaver.switch() == memsaver.pause([]) == memsaver.Transition()
 
 
-def test_a_transition_can_be_awaited_without_holding_up_the_loop(make: Make, guard: Hold) -> None:
+def test_a_transition_can_be_awaited_without_holding_up_the_loop(make: Make) -> None:
     region, other = make("host"), make("host")
     held = blocks(region, [5 * MIB])
-    hold = guard(region)
+    hold = ExitStack()
+    hold.enter_context(guarded(region))
     pause = memsaver.start(pause=region)
 
     async def wait() -> memsaver.Transition:
         return await pause
 
     async def release() -> None:
-        hold.release()  # runs only if the await does not block the loop
+        hold.close()  # runs only if the await does not block the loop
 
     async def work() -> None:
         with pytest.raises(asyncio.TimeoutError):
@@ -88,19 +70,20 @@ def test_a_transition_can_be_awaited_without_holding_up_the_loop(make: Make, gua
         assert (done.paused, another.paused) == ((region.tag,), (other.tag,))
         assert await pause is done  # again
 
-    asyncio.run(work())
+    with hold:
+        asyncio.run(work())
     region.resume()
     held[0].check()
 
 
-def test_entering_a_region_before_its_queued_pause_fails_the_pause(make: Make, guard: Hold) -> None:
+def test_entering_a_region_before_its_queued_pause_fails_the_pause(make: Make) -> None:
     region, other = make("host"), make()
     block = Block(region, MIB)
-    hold = guard(other)
-    first = memsaver.start(pause=other)
-    pause = memsaver.start(pause=[region, other])  # waits for the first
-    with region:
-        hold.release()
+    with ExitStack() as inside:
+        with guarded(other):
+            first = memsaver.start(pause=other)
+            pause = memsaver.start(pause=[region, other])  # waits for the first
+            inside.enter_context(region)
         with pytest.raises(memsaver.Error, match="inside it"):
             pause.result()
         assert region.state == "active"
@@ -108,24 +91,22 @@ def test_entering_a_region_before_its_queued_pause_fails_the_pause(make: Make, g
     block.check()
 
 
-def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(make: Make, guard: Hold) -> None:
+def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(make: Make) -> None:
     region, other = make("host"), make("host")
     held = blocks(region, [host_held_bytes() - host_used_bytes() + 5 * MIB, 100]) + blocks(other, [MIB])
     memsaver.configure(host_limit=0)
-    hold = guard(region)
-    moves = [begin(side, region) for side in ("pause", "resume", "pause")]
-    hold.release()
+    with guarded(region):
+        moves = [begin(side, region) for side in ("pause", "resume", "pause")]
     assert moves[1].result().resumed == ()  # it was not paused
     for failed in (moves[0], moves[0], moves[2]):  # each with its own error
         with pytest.raises(memsaver.BackupError, match="host_limit"):
             failed.result()
     assert moves[0].done() and isinstance(moves[0].exception(), memsaver.BackupError)
     memsaver.configure(host_limit=None)
-    hold = guard(region)
-    moves = [begin(side, region) for side in ("pause", "resume", "pause", "pause", "resume", "pause")]
-    assert other.pause().paused == other.resume().resumed == (other.tag,)  # without a common region there is no wait
-    assert not any(move.done() for move in moves)
-    hold.release()
+    with guarded(region):
+        moves = [begin(side, region) for side in ("pause", "resume", "pause", "pause", "resume", "pause")]
+        assert other.pause().paused == other.resume().resumed == (other.tag,)  # no common region, so no wait
+        assert not any(move.done() for move in moves)
     tag = (region.tag,)
     assert [(move.result().paused, move.result().resumed) for move in moves] == [
         (tag, ()), ((), tag), (tag, ()), ((), ()), ((), tag), (tag, ()),

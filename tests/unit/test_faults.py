@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -203,6 +204,12 @@ def test_a_switch_survives_a_failure_of_any_driver_call(
         elif error is not None:
             rolled_forward += 1
             assert (out.state, back.state) == ("paused", "paused")
+        if error is not None:  # it names contents that policy "none" discarded before
+            gone = (out.tag,) if leaving == "none" and out.state == "paused" else ()
+            assert error.discarded == pickle.loads(pickle.dumps(error)).discarded == gone
+            if gone:
+                assert "nothing has changed" not in str(error)
+                assert str(error).endswith(f"; paused before that: {out.tag!r} (without a backup)")
         memsaver.switch(pause=out.tag, resume=back.tag)
         assert (out.state, out.mapped_bytes, back.state) == ("paused", 0, "active")
         check(there)

@@ -27,8 +27,10 @@ from tests.support import (
     Block,
     Fill,
     Make,
+    Sweep,
     blocks,
     check,
+    drop_backups,
     free_bytes,
     host_used_bytes,
     sparse_blocks,
@@ -177,25 +179,15 @@ def test_a_failed_resume_that_discards_has_not_written_to_offered_contents(make:
     other, _ = lazily(make, "host", chunks=1)
     other.pause()
     failures = 0
-    for nth in range(1, 100):
-        controls.arm(nth, "error")
-        error = None
-        try:
-            memsaver.resume([region, other], restore=False)
-        except memsaver.Error as raised:
-            error = raised
-        controls.disarm()
+    for error in Sweep("error", lambda: memsaver.resume([region, other], restore=False)):
         if region.state == "paused":
             failures += 1
             region.resume()
             check(held)
-            region.pause(lazy=True)
-        elif error is None:
-            break
-        else:  # the fill failed, after the resume
-            for block in held:
-                block.fill(nth)
-            memsaver.pause([region, other], lazy={region.tag: True})
+        else:
+            assert error is not None  # of the fill, after the resume
+            held[0].fill(failures)
+        memsaver.pause([region, other], lazy={region.tag: True})
     assert failures > 3
     assert set(held[0].tensor[:100].tolist()) == {0 if fill == "zero" else 0xFF}
 
@@ -302,9 +294,9 @@ def test_a_pause_that_is_not_lazy_copies_the_rest_up_to_its_bound(make: Make, ba
 
 
 def test_a_shortage_of_host_memory_keeps_the_other_chunks(make: Make) -> None:
-    memsaver.release_host_memory()
+    drop_backups()  # idle memory beside them would take contents
     region, held = lazily(make, size=LARGE)
-    memsaver.configure(host_limit=host_used_bytes() + 2 * MIB)  # others may hold idle memory
+    memsaver.configure(host_limit=host_used_bytes() + 2 * MIB)
     paused = time.monotonic()
     time.sleep(0.05)
     with Fill(leave=0):
@@ -363,9 +355,9 @@ def test_contents_of_an_offered_region_can_be_read_and_written(make: Make, backu
 # Copies ahead of a demand: lazy="copy". A batch of them has 128 MiB.
 
 
-def ahead(make: Make, backup: str = "host", chunks: int = 8, **options: object) -> tuple[memsaver.Region, list[Block]]:
+def ahead(make: Make, backup: str = "host", chunks: int = 8) -> tuple[memsaver.Region, list[Block]]:
     """A region whose contents are copied ahead of a demand, in batches of four chunks."""
-    region = make(backup, **options)
+    region = make(backup)
     held = sparse_blocks(region, chunks)
     region.pause(lazy="copy")
     return region, held
@@ -536,8 +528,8 @@ def test_a_close_waits_for_a_copy_ahead(make: Make, threads: ThreadPoolExecutor)
 
 def test_copies_ahead_end_without_host_memory_and_chunks_stay_offered(make: Make) -> None:
     make()  # opens the device
-    memsaver.release_host_memory()
-    memsaver.configure(host_limit=host_used_bytes() + 5 * MIB)  # others may hold idle memory
+    drop_backups()  # idle memory beside them would take contents
+    memsaver.configure(host_limit=host_used_bytes() + 5 * MIB)
     maps = controls.count("cuMemMap")
     region, held = ahead(make)
     maps += 8  # of the blocks
