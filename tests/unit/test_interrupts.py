@@ -8,11 +8,12 @@ twice.
 from __future__ import annotations
 
 import dis
+import itertools
 import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -74,6 +75,22 @@ class Interrupts:
         return local
 
 
+def interrupted(call: Callable[[], object], kept: list[KeyboardInterrupt]) -> Iterator[str]:
+    """Interrupts a call at its first place, then at its second, and so on to the last. Yields each place.
+
+    ``kept``: the errors, as a debugger keeps them: their tracebacks have the objects of the call.
+    """
+    for n in itertools.count(1):
+        interrupts = Interrupts(n)
+        try:
+            interrupts.during(call)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        if interrupts.at is None:
+            return
+        yield f"interrupted at place {n}, {interrupts.at}"
+
+
 @pytest.fixture
 def regions(fresh_tag: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> list[memsaver.Region]:
     """Two regions of which one has a backup, with guests and phases."""
@@ -122,18 +139,9 @@ def test_an_interrupt_at_any_place_blocks_no_later_call(
     first, second = regions
     held = Block(first, KIB)
     call(first, second)  # imports and caches
-    kept: KeyboardInterrupt | None = None  # as a debugger keeps it: its traceback has the objects of the call
-    n = 0
-    while True:
-        n += 1
-        interrupts = Interrupts(n)
-        try:
-            interrupts.during(lambda: call(first, second))
-        except KeyboardInterrupt as error:
-            kept = error
-        if interrupts.at is None:
-            break
-        where = f"interrupted at place {n}, {interrupts.at}, {kept!r}"
+    kept: list[KeyboardInterrupt] = []
+    for n, where in enumerate(interrupted(lambda: call(first, second), kept), 1):
+        del kept[:-1]
         try:
             memsaver.pause([first, second], timeout=BOUND_S)
             memsaver.resume([first, second], timeout=BOUND_S)
@@ -171,22 +179,15 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
         until(lambda: all(call.done() for call in caller.late))
         group.enter(name, timeout=BOUND_S)
 
-    n, kept = 0, []
-    while True:
-        n += 1
-        enter("train")  # discards the weights, which "sync" is to write
-        interrupts = Interrupts(n)
-        try:
-            interrupts.during(lambda: group.enter("sync", timeout=BOUND_S))
-        except KeyboardInterrupt as error:
-            kept.append(error)
-        if interrupts.at is None:
-            break
-        assert len(kept) == n, interrupts.at
+    kept: list[KeyboardInterrupt] = []
+    enter("train")  # discards the weights, which "sync" is to write
+    for n, where in enumerate(interrupted(lambda: group.enter("sync", timeout=BOUND_S), kept), 1):
+        assert len(kept) == n, where
         with pytest.raises(memsaver.Error, match=f"the contents of {weights.tag!r} are not there"):
             enter("rollout")
         enter("sync")
         held[0].fill(n)
         enter("rollout")
         check(held[: 1 + (params.state == "active")])
+        enter("train")
     assert n > 100  # places

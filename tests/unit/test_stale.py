@@ -58,9 +58,8 @@ class Model(nn.Module):
 
 FAULTS: dict[str, Callable[[str], bool]] = {
     "a draft model of which one parameter is loaded": lambda name: name != "layers.0.weight",
-    "buffers": lambda name: name.endswith("state") and "layers.2" in name,
     "rotary caches": lambda name: name.endswith("cos"),
-    "states of hybrid models": lambda name: name.endswith("state"),
+    "states of hybrid models": lambda name: name.endswith("state") and "layers.2" in name,
     "scales": lambda name: name == "layers.1.scale",
     "slots of LoRA": lambda name: name == "layers.2.lora.1",
 }
