@@ -15,7 +15,7 @@ import memsaver
 from memsaver.guests import Workspaces
 from memsaver.transitions import prepare_pause
 from tests import controls
-from tests.support import MIB, Block, Make, Visitor, host_held_bytes, host_used_bytes, until
+from tests.support import KIB, MIB, Block, Make, Visitor, host_held_bytes, host_used_bytes, until
 
 
 class Noted(Visitor):
@@ -106,7 +106,7 @@ class World:
 
     def __init__(self, make: Make, visit: Visit, alone: str) -> None:
         regions = [make("host") for _ in range(3)]
-        self.blocks = [Block(each, (1 + number) * MIB, seed=number) for number, each in enumerate(regions)]
+        self.blocks = [Block(each, 5 * KIB, seed=number) for number, each in enumerate(regions)]
         self.regions = {each.tag: each for each in regions}
         self.tags = [alone, *self.regions]
         self.guests = [visit(f"{number}", self.tags[number : number + 2]) for number in range(4)]

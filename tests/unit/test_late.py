@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import memsaver
+from memsaver.turns.members import AsyncColocated, Colocated
 from tests import controls
 from tests.support import MIB, Block, Fill, Make, Visitor, check, host_held_bytes, host_used_bytes, until
 
@@ -159,25 +160,19 @@ def test_an_error_of_a_late_region_is_raised_at_its_first_use(sides: Sides, stag
 # Groups
 
 
-class Side:
-    """A member that notes the order of its calls. Made by a function, since Ray may be missing."""
+class Side(Colocated):
+    """A member that notes the order of its calls."""
 
-    def __new__(cls, *tags: str) -> Any:
-        from memsaver.ray import Colocated
+    def __init__(self) -> None:
+        self.events: list[str] = []
 
-        class Member(Colocated):
-            def __init__(self) -> None:
-                self.events: list[str] = []
+    def colocated_drain(self, tags: Any) -> None:
+        self.events.append(f"drain {len(tags)}")
 
-            def colocated_drain(self, tags: Any) -> None:
-                self.events.append(f"drain {len(tags)}")
-
-            def resume(self, tags: Any = None, **options: Any) -> Any:
-                done = super().resume(tags, **options)
-                self.events.append(f"resumed {len(done.resumed)}")
-                return done
-
-        return Member()
+    def resume(self, tags: Any = None, **options: Any) -> Any:
+        done = super().resume(tags, **options)
+        self.events.append(f"resumed {len(done.resumed)}")
+        return done
 
 
 def group_of(sides: Sides, *members: Any) -> Any:
@@ -194,7 +189,6 @@ def group_of(sides: Sides, *members: Any) -> Any:
 
 
 def test_a_turn_ends_before_late_and_lingering_tags_have_moved_and_the_next_one_waits_for_them(sides: Sides) -> None:
-    pytest.importorskip("ray", reason="needs ray")
     engine, trainer = Side(), Side()
     group = group_of(sides, engine, trainer)
     for _ in range(3):
@@ -276,19 +270,13 @@ def test_a_phase_that_cannot_be_entered_forgets_no_late_region(sides: Sides) -> 
 
 @pytest.mark.parametrize("overrides", [False, True])
 def test_late_tags_of_async_members_without_a_lasting_loop_come(sides: Sides, overrides: bool) -> None:
-    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
-
-    class Member(ray.AsyncColocated):  # type: ignore[misc,name-defined]
-        pass
-
-    if overrides:
-
-        async def resume(self: Any, tags: Any = None, **options: Any) -> Any:
+    class Member(AsyncColocated):
+        async def resume(self, tags: Any = None, **options: Any) -> Any:
             await asyncio.sleep(0.01)
-            return await ray.AsyncColocated.resume(self, tags, **options)
+            return await super().resume(tags, **options)
 
-        Member.resume = resume
-    group = group_of(sides, Member(), Member())
+    kind = Member if overrides else AsyncColocated
+    group = group_of(sides, kind(), kind())
     for _ in range(5):
         group.enter("rollout", timeout=60)
         group.enter("train", timeout=60)
@@ -296,9 +284,7 @@ def test_late_tags_of_async_members_without_a_lasting_loop_come(sides: Sides, ov
 
 
 def test_a_turn_whose_late_part_cannot_begin_pauses_what_had_resumed(sides: Sides) -> None:
-    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
-
-    class Member(ray.Colocated):  # type: ignore[misc,name-defined]
+    class Member(Colocated):
         def colocated_background(self, *arguments: Any, **options: Any) -> None:
             raise LookupError("no thread")
 
