@@ -48,7 +48,8 @@ def options(parser: Options) -> None:
 def measure(run: Run) -> None:
     gpus = visible_gpus() if run.device != "cpu" else 2
     several = run.options.processes or gpus
-    work = Work(max(1, int(run.options.gib * GIB) // (64 * MIB)), 64 * MIB)
+    nbytes = int(run.options.gib * GIB)
+    work = Work(max(1, nbytes // (64 * MIB)), min(nbytes, 64 * MIB))
     host_bytes = several * 2 * (work.total + min(work.total, FOOTPRINT))
     run.say(f"{several} processes, {size(work.total)} out and in, {size(host_bytes)} of host memory")
     if several > 1:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-_PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "tests.preloaded"]
+PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "tests.preloaded"]
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def ranks(
     ranks that are to end by SIGKILL instead. The processes are forked from one that has loaded torch, and nothing else.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     processes = [
         context.Process(target=_run, args=(dict(os.environ), pickle.dumps((check, (rank, *arguments)))))
         for rank in range(count)
@@ -49,7 +49,7 @@ def ranks(
 def store_server() -> Iterator[tuple[Any, int]]:
     """A process with a TCPStore, as the agent of torchrun has one, and the port."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()

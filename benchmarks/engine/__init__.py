@@ -173,7 +173,8 @@ def longest_kernels(engine: Engine, load: Load) -> dict[str, dict[str, float]]:
 
 def regions(run: Run) -> None:
     for full, rounds in ((QWEN[2], 10), (Load("qwen3-8b", 64, 128, 128), 5)):
-        found = alone(run, with_regions, load=full.scaled(run.small), pauses=2 if run.small else 50, rounds=rounds)
+        pauses, rounds = (2, 2) if run.small else (50, rounds)
+        found = alone(run, with_regions, load=full.scaled(run.small), pauses=pauses, rounds=rounds)
         run.table(f"{full}, tokens/s of decode", {when: _medians(found[when]) for when in ("before", "after")})
         run.keep(**{f"regions, {full}": found})
         kept = {when: ratio(found[when], "regions", "none") for when in ("before", "after")}

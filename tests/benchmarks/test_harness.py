@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import random
-import signal
-import time
-from collections.abc import Iterator
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +21,12 @@ import memsaver
 from benchmarks import __main__ as program
 from benchmarks import driver_calls, soak, step
 from benchmarks.harness import command, machine
-from benchmarks.harness.processes import Failed, Process, ask_all, processes
+from benchmarks.harness.processes import CONTEXT, Failed, Process, ask_all, processes
 from benchmarks.harness.work import Contents, Work
 from examples.colocate.options import parse
 from examples.colocate.recipes import RECIPES
 from tests import gpus
+from tests.ranks_support import PRELOADED
 
 
 def status_of(*arguments: str) -> object:
@@ -82,40 +82,28 @@ def test_a_run_keeps_its_tables_and_fails_by_its_checks(
     assert found["commit"] == "abc1234" and found["tables"]["times"]["a"] == {"ms": 1.5}
 
 
-class Server:
-    def __init__(self, start: int = 0) -> None:
-        self.value = start
-
-    def add(self, number: int) -> int:
-        self.value += number
-        return self.value
-
-    variable = staticmethod(os.environ.get)
-    die = staticmethod(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    hang = staticmethod(lambda: time.sleep(600))
-
-
-def squares(to: int) -> Iterator[int]:
-    for number in range(to):
-        yield number * number
-    raise ValueError("there is no more")
-
-
 def test_a_process_answers_and_says_how_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With things of the standard library, which a new process loads in no time."""
+    CONTEXT.set_forkserver_preload(PRELOADED)  # of this process's one server
     monkeypatch.setenv("MEMSAVER_TEST_A", "inherited")
-    fresh = Process(Server, variables={"MEMSAVER_TEST_A": "", "MEMSAVER_TEST_B": "set"}, start=5)
-    with processes(fresh, counted := Process(squares, to=2), short := Process(Server, timeout_s=1.0)):
-        assert fresh.ask("add", number=2) == 7 and fresh.ask("add", number=2) == 9
-        assert fresh.ask("variable", key="MEMSAVER_TEST_A") is None and os.environ["MEMSAVER_TEST_A"] == "inherited"
-        assert fresh.ask("variable", key="MEMSAVER_TEST_B") == "set" and "MEMSAVER_TEST_B" not in os.environ
-        assert [ask_all([counted]), ask_all([counted])] == [[0], [1]]
-        with pytest.raises(Failed, match="^ValueError: there is no more$") as failed:
+    variables = {"MEMSAVER_TEST_A": "", "MEMSAVER_TEST_B": "set"}
+    fresh = Process(importlib.import_module, variables=variables, name="os")
+    counted = Process(itertools.repeat, object=7, times=2)
+    with processes(fresh, counted, made := Process(threading.Event, timeout_s=1.0)):
+        assert fresh.ask("getenv", key="MEMSAVER_TEST_A") is None and os.environ["MEMSAVER_TEST_A"] == "inherited"
+        assert fresh.ask("getenv", key="MEMSAVER_TEST_B") == "set" and "MEMSAVER_TEST_B" not in os.environ
+        assert [ask_all([counted]), ask_all([counted])] == [[7], [7]]
+        with pytest.raises(Failed, match="^StopIteration$") as failed:
             counted.ask()
         assert "Traceback" in failed.value.details
-        with pytest.raises(Failed, match="^the process ended with status -9$"):
-            fresh.ask("die")
+        with pytest.raises(Failed, match="^the process ended with status -6$"):
+            fresh.ask("abort")
+        assert [made.ask(method) for method in ("is_set", "set", "is_set", "clear")] == [False, None, True, None]
         with pytest.raises(Failed, match="^no answer within 1 s$"):
-            short.ask("hang")
+            made.ask("wait")
+    with processes(refuses := Process(threading.Semaphore, value=-1)):
+        with pytest.raises(Failed, match="^ValueError: semaphore initial value must be >= 0$"):
+            refuses.ask()
 
 
 @pytest.mark.parametrize("spoil", ["bit", "places", "tensors", "address"])

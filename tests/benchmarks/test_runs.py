@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # The smallest run of each benchmark that has a host device, and titles of its tables.
 RUNS = {
     "pause_resume --scale 0.001 --cycles 1": ["with backup 'host'", "first pause", "out and in", "region to region"],
-    "handover --scale 0.001 --cycles 1 --rounds 1": ["64 MiB without backup", "from process to process"],
-    "together --gib 0.0625 --cycles 1": ["GB/s"],
+    "handover --scale 0.0001 --cycles 1 --rounds 1": ["4 MiB without backup", "from process to process"],
+    "together --gib 0.004 --cycles 1": ["GB/s"],
     "scale --regions 5 --tensors 20 --cycles 1": ["5 regions", "in tensors"],
     "disk --gib 0.01 --rounds 1": ["on disk"],
     "small --cycles 5 --rounds 1": ["us"],
@@ -108,7 +108,7 @@ def test_a_small_run_prints_its_tables_and_a_json_line(line: str, ran: Ran) -> N
     assert all(rows and all(rows.values()) for rows in found["tables"].values())
 
 
-SPOILT = ["pause_resume --scale 0.001 --cycles 1 --only switch", "soak --turns 20", "turns --cycles 1 --only driver"]
+SPOILT = ["pause_resume --scale 0.0001 --cycles 1 --only switch", "soak --turns 8", "turns --cycles 1 --only driver"]
 
 
 @pytest.mark.parametrize("line", SPOILT, ids=lambda line: line.split(" ")[0])
