@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from memsaver.broker import pool as pools
-from memsaver.broker.clients import CLASSES, PAGE, Chunk, Client
+from memsaver.broker.clients import CLASSES, Chunk, Client
 from memsaver.broker.pool import Pool, ServeResult
 from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, Message
 from memsaver.broker.reclaim import FIRST_PAUSE_S, LONGEST_COPY_S, LONGEST_PAUSE_S, LONGEST_ROUND_S, Reclaim
@@ -266,15 +266,6 @@ def test_turns_on_a_full_pool_do_not_break_it_up(
         pool.queue.close(taker, request)
         counts.append(len(pool.chunks))
     assert len(set(counts[6:])) == 1
-
-
-def test_the_end_of_a_demand_is_not_reported_to_an_exited_client(pool: Pool, one: Client) -> None:
-    """A client asks for more than the pool has left, and exits before the next step."""
-    request = want(pool, one, (GIB, GIB, CAPACITY))
-    settle(pool)
-    pool.queue.exchange(one, request, [PAGE, PAGE, PAGE])
-    pool.reclaim(one)
-    assert pool.serve().completed == []
 
 
 @pytest.fixture
