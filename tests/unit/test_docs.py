@@ -183,12 +183,6 @@ def test_pages_are_short_linked_and_complete() -> None:
     assert any(each in (ROOT / "examples/two_processes.py").read_text() for each in _snippets(PAGES["README.md"]))
 
 
-def test_the_tutorial_runs_without_a_gpu() -> None:
-    program = "\n".join(_snippets(PAGES["docs/index.md"]))
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.gpu
 def test_the_quick_start_of_the_readme_runs_on_a_gpu() -> None:
     program = next(snippet for snippet in _snippets(PAGES["README.md"]) if "CUDAGraph" in snippet)

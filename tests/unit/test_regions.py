@@ -32,52 +32,36 @@ from tests.support import (
 )
 
 
-def slack_bound(region: memsaver.Region) -> float:
-    """The most bytes that may be mapped if nothing was freed since the last resume."""
-    return region.allocated_bytes + min(region.allocated_bytes, region.allocated_bytes / 20 + 48 * MIB) + PAGE
-
-
-@pytest.mark.parametrize("backup", ["none", "host", "disk"])
-def test_thousands_of_small_tensors_share_few_chunks(make: Make, tmp_path: Path, backup: str) -> None:
+def test_thousands_of_small_tensors_share_few_chunks(make: Make, tmp_path: Path) -> None:
     """And move as one: their contents are few pieces of host memory, or few blocks of a file."""
     memsaver.configure(disk_dir=tmp_path)
-    region = make(backup)
-    held = [region.empty(16 * KIB // 4).fill_(number) for number in range(4000)]
-    assert region.allocated_bytes == 4000 * 16 * KIB
+    region = make("host")
+    held = [region.empty(16 * KIB // 4).fill_(number) for number in range(2000)]
+    assert region.allocated_bytes == 2000 * 16 * KIB
     assert len(region._core.chunks) <= 20
-    assert region.mapped_bytes <= slack_bound(region)
-    for move in (region.pause, region.resume):
-        controls.disarm()
-        move()
-        assert controls.calls() <= 60 + 40 * (backup == "disk"), controls.calls()
-    assert len(region._core.chunks) <= 4
-    assert backup == "none" or all(tensor[-1] == number for number, tensor in enumerate(held))
-
-
-def test_addresses_never_change_while_a_region_lives(make: Make) -> None:
-    region = make(backup="host")
-    held = blocks(region, [1000, 3 * MIB, 33 * MIB, PAGE])
-    for round_number in range(4):
-        region.pause()
-        assert [block.tensor.data_ptr() for block in held] == [block.address for block in held]
-        region.resume()
-        check(held)
-        held.append(Block(region, 2 * MIB + 512, seed=100 + round_number))
+    assert region.mapped_bytes <= 2 * region.allocated_bytes + PAGE
+    for backup, most in (("host", 60), ("disk", 100), ("none", 60)):
+        for move in (lambda: region.pause(backup=backup), region.resume):  # noqa: B023
+            controls.disarm()
+            move()
+            assert controls.calls() <= most, controls.calls()
+        assert len(region._core.chunks) <= 4
+        assert backup == "none" or all(tensor[-1] == number for number, tensor in enumerate(held))
 
 
 # The pool that the process retains
 
 
 def test_retained_chunks_serve_the_next_region_and_are_given_up_before_an_allocation_fails(make: Make) -> None:
-    memsaver.configure(retain="128MiB")
+    memsaver.configure(retain="64MiB")
     one, two = make(), make()
-    held = blocks(one, [64 * MIB]) + blocks(two, [64 * MIB])
+    held = blocks(one, [32 * MIB]) + blocks(two, [32 * MIB])
     two.pause()
     memsaver.configure(retain=0)
-    memsaver.configure(retain="128MiB")
+    memsaver.configure(retain="64MiB")
     before = free_bytes()
     one.pause()
-    assert (retained(), free_bytes()) == (64 * MIB, before)  # kept from others
+    assert (retained(), free_bytes()) == (32 * MIB, before)  # kept from others
     controls.disarm()
     two.resume()
     assert controls.calls() == len(two._core.chunks) + 1  # map each, allow: none created
@@ -86,26 +70,10 @@ def test_retained_chunks_serve_the_next_region_and_are_given_up_before_an_alloca
     with Fill():
         taker = make()
         Block(taker, 3 * PAGE).check()
-        until(lambda: (retained() + free_bytes(), taker.mapped_bytes) == (64 * MIB, 0))
+        until(lambda: (retained() + free_bytes(), taker.mapped_bytes) == (32 * MIB, 0))
     memsaver.configure(retain="4MiB")
     assert retained() <= 4 * MIB
     del held
-
-
-# The fill of a resume without contents: none, or NaN. test_machines.py compares the bytes
-
-FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64] + [
-    getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu") if hasattr(torch, name)
-]
-
-
-def test_poison_is_nan_in_every_host_dtype(make: Make) -> None:
-    region = make(fill="poison")
-    tensors = [region.empty((33, 7), dtype).copy_(torch.ones(33, 7)) for dtype in FLOATS]
-    region.pause()
-    region.resume()
-    for tensor in tensors:
-        assert bool(torch.isnan(tensor.to(torch.complex128)).all()), tensor.dtype
 
 
 # Frozen regions: one copy of contents that never change serves every pause. See also test_machines.py
@@ -113,7 +81,7 @@ def test_poison_is_nan_in_every_host_dtype(make: Make) -> None:
 
 def test_later_pauses_of_a_frozen_region_only_wait_and_unmap_and_it_takes_no_allocations(make: Make) -> None:
     region = make("host", frozen=True)
-    held = blocks(region, [3 * MIB, 40 * MIB])
+    held = blocks(region, [3 * MIB, 9 * MIB])
     hooks = Hooks(region)
     region.pause()
     region.resume()
@@ -132,13 +100,13 @@ def test_later_pauses_of_a_frozen_region_only_wait_and_unmap_and_it_takes_no_all
         assert not isinstance(caught.value, memsaver.RegionPausedError)
     assert hooks.alloc(PAGE) is None
     torch.empty(3)  # no thread is inside any region
-    assert (region.allocated_bytes, host_used_bytes()) == (43 * MIB, used)
+    assert (region.allocated_bytes, host_used_bytes()) == (12 * MIB, used)
     del held[1]  # tensors can be freed
     assert (region.pause().copied_bytes, region.resume().copied_bytes) == (0, 3 * MIB)
     held[0].check()
 
 
-# Trim, and exit
+# Trim
 
 
 @pytest.mark.parametrize("backup", ["none", "host"])
@@ -166,24 +134,6 @@ def test_trim_and_a_resume_return_what_no_tensor_uses(make: Make, backup: str) -
     held.clear()
     memsaver.trim(region.tag)
     assert region.mapped_bytes == 0
-
-
-def test_exit_with_live_tensors_and_paused_regions_is_clean() -> None:
-    run_clean("""
-        import memsaver
-        memsaver.configure(retain="64MiB")
-        regions = [memsaver.region(f"r{i}", device="cpu", backup=("none", "host")[i % 2]) for i in range(4)]
-        tensors = [region.empty((1000, 1000)) for region in regions for _ in range(3)]
-        memsaver.pause(["r0", "r1", "r3"])
-        of_active, of_paused = memsaver.cpu_backup(tensors[-1]), memsaver.cpu_backup(tensors[3])
-        regions[3].resume()
-        of_active.zero_()
-        transition = memsaver._core.Transition([], [regions[1]._core], None, 0.0, 0.0)
-        transition.begin()
-        stack = regions[2].__enter__()
-        import torch
-        inside = torch.ones(100)
-    """)
 
 
 # The end of a region
