@@ -77,15 +77,6 @@ class Mapped {
   const Handle handle;
 };
 
-// A fault armed for the length of a scope.
-class Armed {
- public:
-  explicit Armed(std::uint64_t nth) { controls_arm(nth, 0, ""); }
-  ~Armed() { controls_disarm(); }
-  Armed(const Armed&) = delete;
-  Armed& operator=(const Armed&) = delete;
-};
-
 // Regions live as long as the process, so each test makes its own.
 inline Region& fresh_region(Policy policy) {
   static std::atomic<std::size_t> number = 0;

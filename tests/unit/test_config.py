@@ -107,10 +107,10 @@ def test_one_handle_for_each_segment_and_a_shared_pool_exclude_each_other(
 
 
 def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> None:
-    """And a fresh process has no other options, with the documented defaults."""
+    """And a fresh process has no other options, with the documented defaults, and no device before its first use."""
     out = run_clean("""
         import memsaver
-        assert memsaver.stats().options.keys() == {"host_device"}
+        assert memsaver.stats().options.keys() == {"host_device"} and not memsaver.stats().devices
         for each in memsaver.config.settings():
             assert (each.value == each.option.default) == (each.source == "default"), each
         memsaver.configure(host_device="150MiB")

@@ -310,7 +310,6 @@ def test_stats_are_ready_for_json_and_a_table_for_readers(make: Make) -> None:
     region.resume()
     assert next(each for each in memsaver.stats().devices["cpu"].regions if each.tag == region.tag).paused_s == 0
     held[0].check()
-    assert run_clean("import memsaver; print(memsaver.stats().asdict()['devices'])") == "{}\n", "those in use alone"
 
 
 # Phases

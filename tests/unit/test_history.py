@@ -8,23 +8,7 @@ import pytest
 
 import memsaver
 from memsaver import _core, _results
-from tests.support import MIB, Block, Make, until
-
-
-class Slow(memsaver.Guest):
-    """Leaves when ``let_go`` is set."""
-
-    def __init__(self, tag: str) -> None:
-        super().__init__("slow", tag)
-        self.let_go = threading.Event()
-        self.leaves = threading.Event()
-
-    def leave(self) -> None:
-        self.leaves.set()
-        assert self.let_go.wait(60)
-
-    def come_back(self) -> None:
-        raise OSError("no network")
+from tests.support import MIB, Block, Make, Visitor, until
 
 
 def names(record: memsaver.figures.TransitionRecord) -> list[str]:
@@ -80,13 +64,21 @@ def test_the_transition_under_way_is_in_the_history_with_its_stage(make: Make) -
 
 
 def test_stages_of_guests_have_their_names(tag: str) -> None:
-    slow = Slow(tag)
-    memsaver.register(slow)
+    leaves, let_go = threading.Event(), threading.Event()
+
+    def act(call: str) -> None:
+        if call == "leave":
+            leaves.set()
+            assert let_go.wait(60)
+        elif call == "come back":
+            raise OSError("no network")
+
+    memsaver.register(Visitor("slow", tag, act))
     moving = memsaver.start(pause=tag)
-    assert slow.leaves.wait(60)
+    assert leaves.wait(60)
     last = memsaver.history()[-1].stages[-1]
     assert (last.name, last.guest) == ("guests leave", "slow")
-    slow.let_go.set()
+    let_go.set()
     moving.result(60)
     with pytest.raises(memsaver.GuestError):
         memsaver.resume(tag)

@@ -85,9 +85,9 @@ def test_a_process_holds_no_more_than_its_live_bytes_and_returns_idle_ones(make:
         return psutil.Process().memory_info().rss - psutil.Process().memory_info().shared
 
     region, rng = make("host"), random.Random(1)
-    held = blocks(region, [rng.choice([1, 513, 4097, 99_999, MIB, 2_500_001]) for _ in range(400)])
+    held = blocks(region, [rng.choice([1, 513, 4097, 99_999, MIB, 2_500_001]) for _ in range(250)])
     rng.shuffle(held)
-    del held[100:]
+    del held[70:]
     live = region.allocated_bytes
     assert live < region.mapped_bytes and host_held_bytes() == 0
     region.pause()

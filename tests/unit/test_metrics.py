@@ -286,18 +286,17 @@ def test_the_command_serves_and_refuses_in_one_line(broker: Running) -> None:
         done = broker.run("serve-metrics", "--port", str(port))
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.startswith(f"memsaver: cannot serve at 127.0.0.1:{port}: Address already in use; expected")
-    done = broker.run("serve-metrics", "--port=65536")
-    assert (done.returncode, done.stderr) == (1, "memsaver: the port is '65536', expected 0 to 65535\n")
     done = run_python("""
         import sys
         sys.modules["prometheus_client"] = None  # any import of it raises ModuleNotFoundError
         from memsaver import cli
-        for port in ("0", "-1", "http", "9" * 5000):
+        for port in ("0", "-1", "65536", "http", "9" * 5000):
             print(cli.main(["serve-metrics", f"--port={port}"]))
     """)
     text = "memsaver.metrics needs prometheus_client; expected it from pip install 'memsaver[metrics]'"
-    wrong = "".join(f"memsaver: the port is {port!r}, expected 0 to 65535\n" for port in ("-1", "http", "9" * 5000))
-    assert (done.stdout, done.stderr) == ("1\n" * 4, f"memsaver: {text}\n{wrong}")
+    ports = "-1", "65536", "http", "9" * 5000
+    wrong = "".join(f"memsaver: the port is {port!r}, expected 0 to 65535\n" for port in ports)
+    assert (done.stdout, done.stderr) == ("1\n" * 5, f"memsaver: {text}\n{wrong}")
 
 
 @contextmanager

@@ -105,7 +105,7 @@ def test_a_resume_and_a_phase_take_restore_by_tag(make: Make) -> None:
 
 def test_a_region_reports_discarded_contents(make: Make) -> None:
     region, own, empty, other = make("host"), make(), make("host"), make()
-    held = blocks(region, [64 * MIB]) + blocks(own, [MIB])
+    held = blocks(region, [5 * MIB]) + blocks(own, [MIB])
     assert not region.discarded
     region.pause()
     assert not region.discarded

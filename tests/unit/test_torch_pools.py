@@ -22,7 +22,7 @@ from memsaver._torch.pools import RegionPools, private
 from memsaver._torch.routes import Routes, SidePools, routes
 from tests.support import MIB, Make, functions
 
-BYTES = 100 * MIB
+BYTES = 10 * MIB
 
 
 class MadeUpPool:

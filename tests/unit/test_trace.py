@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import logging
 import os
@@ -12,20 +13,21 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import memsaver
-from memsaver import _core, _results, trace
+from memsaver import _core, _results, cli, trace
 from memsaver.broker import daemon
 from memsaver.trace.files import read
 from memsaver.trace.picture import MOVING, samples
 from memsaver.trace.writer import IDLE
 from memsaver.transitions import prepare_pause
 from tests.pool_support import Running, Worker
-from tests.support import MIB, Block, Fill, Make, check, environment, run_clean, run_program, until
+from tests.support import MIB, Block, Fill, Make, Visitor, check, run_clean, until
 
 Event = dict[str, Any]
 
@@ -45,8 +47,11 @@ def of(path: Path | str) -> list[Event]:
     return read([str(path)]).events
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return run_program([sys.executable, "-m", "memsaver", "trace", *map(str, arguments)], env=environment())
+def command(*arguments: object) -> tuple[int, str, str]:
+    """Runs `memsaver trace`. Returns the exit status and both outputs."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+        code = cli.main(["trace", *map(str, arguments)])
+    return code, out.getvalue(), errors.getvalue()
 
 
 def named(events: list[Event], name: str, **fields: Any) -> list[Event]:
@@ -160,8 +165,7 @@ def test_each_process_has_a_file_and_the_merge_is_one_trace_of_the_format(turned
     assert [path.name for path in turned.files] == [f"broker.{turned.broker}.json", "run.json"]
     text = turned.files[1].read_text()
     assert text.startswith("[\n") and text.count("[\n") == 1
-    done = command("merge", *turned.files, "-o", tmp_path / "all.json")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert command("merge", *turned.files, "-o", tmp_path / "all.json") == (0, "", "")
     events: list[Event] = json.loads((tmp_path / "all.json").read_text())
     check_format(events)
     assert {each["pid"] for each in events} == {turned.broker, turned.engine, turned.trainer}
@@ -227,15 +231,14 @@ def test_the_file_of_a_killed_process_is_read_but_for_a_torn_line(turned: Turned
     found = read([str(path)])
     assert found.torn == 1
     assert only(found.events, "pause params")["args"]["outcome"] == "done"
-    done = command("merge", path, "-o", tmp_path / "all.json")
-    assert (done.returncode, done.stderr) == (0, "memsaver: lines left out, which the end of a process has cut: 1\n")
+    text = "memsaver: lines left out, which the end of a process has cut: 1\n"
+    assert command("merge", path, "-o", tmp_path / "all.json") == (0, "", text)
     check_format(json.loads((tmp_path / "all.json").read_text()))
 
 
 def test_the_picture_has_each_owner_and_a_killed_process_holds_nothing(turned: Turned, tmp_path: Path) -> None:
     path = tmp_path / "memory.svg"
-    done = command("plot", *turned.files, "-o", path)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert command("plot", *turned.files, "-o", path) == (0, "", "")
     root = ElementTree.fromstring(path.read_text())
     space = "{http://www.w3.org/2000/svg}"
     titles = [each.text or "" for each in root.iter(f"{space}title")]
@@ -323,26 +326,14 @@ def test_waits_for_the_driver_and_for_readers_have_their_bytes(make: Make, file:
     assert memory["dur"] > 0
 
 
-def test_a_long_transition_is_written_before_its_call_returns(make: Make, file: Path, slow: memsaver.Guest) -> None:
+def test_a_long_transition_is_written_before_its_call_returns(make: Make, file: Path) -> None:
     region = make("host")
-    memsaver.register(slow)
+    memsaver.register(Visitor("slow", "slow", lambda call: time.sleep(0.02 * (call == "leave"))))
     memsaver.pause([region, "slow"])
     found = read([str(file)]).events  # without a flush
     assert only(found, f"pause {region.tag}, slow")["args"]["outcome"] == "done"
     assert "guests leave slow" in stages(found, only(found, f"pause {region.tag}, slow"))
     memsaver.resume()
-
-
-@pytest.fixture
-def slow() -> memsaver.Guest:
-    class Slow(memsaver.Guest):
-        def leave(self) -> None:
-            time.sleep(0.02)
-
-        def come_back(self) -> None:
-            pass
-
-    return Slow("slow", "slow")
 
 
 def test_phases_and_turns_of_a_group_are_in_the_trace(make: Make, file: Path) -> None:
@@ -411,20 +402,18 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.L
 
 def test_files_that_are_no_traces_or_of_another_boot_are_named(file: Path, make: Make, tmp_path: Path) -> None:
     make("host").pause()
-    (tmp_path / "text").write_text("{}\n")
-    done = command("merge", file, tmp_path / "text", "-o", tmp_path / "all.json")
-    assert (done.returncode, done.stderr) == (
-        1, f"memsaver: {tmp_path}/text is no trace: expected a file of configure(trace=...) or MEMSAVER_TRACE\n"
-    )  # fmt: skip
     boot = next(each["args"]["boot"] for each in of(file) if each["name"] == "process_name")
+    (tmp_path / "text").write_text("{}\n")
     (tmp_path / "other").write_text(file.read_text().replace(boot, "another"))
-    done = command("merge", file, tmp_path / "other", "-o", tmp_path / "all.json")
-    assert done.returncode == 1 and "are of several hosts, or of several boots of one" in done.stderr
-    done = command("merge", tmp_path / "none", "-o", tmp_path / "all.json")
-    assert done.returncode == 1 and str(tmp_path / "none") in done.stderr
-    assert not (tmp_path / "all.json").exists()
-    done = command("plot", file, "-o", tmp_path / "memory.svg", "--device", "GPU-1")
-    assert done.returncode == 1 and "the device is GPU-1, expected one of the trace: HOST-" in done.stderr
+    for arguments, error in (
+        (("merge", file, tmp_path / "text"), f"{tmp_path}/text is no trace: expected a file of configure(trace=...)"),
+        (("merge", file, tmp_path / "other"), "are of several hosts, or of several boots of one"),
+        (("merge", tmp_path / "none"), str(tmp_path / "none")),
+        (("plot", file, "--device", "GPU-1"), "the device is GPU-1, expected one of the trace: HOST-"),
+    ):
+        code, said, text = command(*arguments, "-o", tmp_path / "made")
+        assert (code, said, text.count("\n")) == (1, "", 1) and text.startswith("memsaver: ") and error in text
+    assert not (tmp_path / "made").exists()
 
 
 # Ranges of NVTX
