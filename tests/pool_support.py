@@ -6,23 +6,16 @@ would call.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
-import faulthandler
 import functools
-import gc
 import json
 import os
 import pickle
 import random
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,15 +28,14 @@ from memsaver import _core
 from memsaver.policies import LazyMode
 from tests import controls  # noqa: F401 - statements of workers name it
 from tests.broker_support import Broker, Local, Running
+from tests.nursery import Fork
 from tests.support import (  # noqa: F401 - statements of workers name them
     MIB,
     PAGE,
     Hooks,
-    Remote,
     Sweep,
     check,
     end_main_thread,
-    environment,
     random_bytes,
     until,
     used_bytes,
@@ -162,17 +154,13 @@ def rss_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-class Worker(Remote):
-    """A client of the pool in another process.
-
-    Statements see the names of this module. It is a fork of a process that has imported torch and used nothing.
-    """
+class Worker(Fork):
+    """A client of the pool in another process. Statements see the names of this module."""
 
     def __init__(self, broker: Running | Local, *statements: str, **changes: str) -> None:
         names = ("MEMSAVER_HOST_DEVICE", "MEMSAVER_POOL_DIR", "MEMSAVER_JOB")
         settings = {name: broker.environment[name] for name in names if name in broker.environment}
-        self.pid, self._channel = _nursery().bear({**settings, "MEMSAVER_POOL": "shared", **changes})
-        self._to = self._from = self._channel.makefile("rw")
+        super().__init__({**settings, "MEMSAVER_POOL": "shared", **changes}, "tests.pool_support")
         try:
             for statement in statements:
                 self.run(statement)
@@ -183,30 +171,6 @@ class Worker(Remote):
     def fails(self, statement: str) -> str:
         """Runs a statement that must raise an error of memsaver, kept there as ``error``. Returns its type and text."""
         return self.run(f"error = raised(lambda: {statement}); print(f'{{type(error).__name__}}: {{error}}')")
-
-    def stop(self) -> None:
-        os.kill(self.pid, signal.SIGSTOP)
-        until(lambda: Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T")
-
-    def go_on(self) -> None:
-        os.kill(self.pid, signal.SIGCONT)
-
-    def kill(self) -> None:
-        if self.is_there():
-            os.kill(self.pid, signal.SIGKILL)
-        until(lambda: not self.is_there())
-
-    def is_there(self) -> bool:
-        return os.path.exists(f"/proc/{self.pid}")
-
-    def close(self) -> None:
-        self.kill()
-        with contextlib.suppress(BrokenPipeError):
-            self._to.close()
-        self._channel.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def hold_the_gil(worker: Worker, pipe: Path) -> None:
@@ -226,76 +190,6 @@ def let_go(worker: Worker, pipe: Path) -> None:
     with pipe.open("wb") as file:
         file.write(b"1")
     worker.answer()
-
-
-class Nursery:
-    """Forks workers. A fork takes a fiftieth of the time of a new interpreter that imports torch."""
-
-    def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair()
-        code = f"from tests.pool_support import nurse; nurse({theirs.fileno()})"
-        settings = environment(MEMSAVER_JOB="")  # each worker has its own
-        self._process = subprocess.Popen([sys.executable, "-c", code], env=settings, pass_fds=[theirs.fileno()])
-        theirs.close()
-
-    def bear(self, settings: dict[str, str]) -> tuple[int, socket.socket]:
-        ours, theirs = socket.socketpair()
-        socket.send_fds(self._channel, [json.dumps(settings).encode()], [theirs.fileno()])
-        theirs.close()
-        return int(self._channel.recv(100)), ours
-
-    def close(self) -> None:
-        self._channel.close()
-        self._process.wait()
-
-
-@functools.cache
-def _nursery() -> Nursery:
-    nursery = Nursery()
-    atexit.register(nursery.close)
-    return nursery
-
-
-def nurse(file: int) -> None:
-    """The process that workers are forked from."""
-    import torch  # noqa: F401
-
-    import memsaver._torch.ipc.patches  # noqa: F401
-
-    random_bytes(207 * MIB)  # which workers then need not make
-    gc.collect()
-    gc.freeze()  # a collection in a worker would copy the pages of all of torch's objects
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no test reads their exit status
-    channel = socket.socket(fileno=file)
-    while True:
-        words, files, _, _ = socket.recv_fds(channel, 1 << 16, 1)
-        if not words:
-            return
-        child = os.fork()
-        if not child:
-            channel.close()
-            _live(files[0], json.loads(words))
-        os.close(files[0])
-        channel.send(str(child).encode())
-
-
-def _live(file: int, settings: dict[str, str]) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    faulthandler.enable(2)  # a worker that ends by a signal says where
-    os.environ.update(settings)
-    memsaver.config.from_environment()
-    scope = dict(globals())
-    lines = os.fdopen(file, "r")
-    sys.stdout = os.fdopen(os.dup(file), "w")
-    for line in lines:
-        try:
-            exec(line, scope)
-        except BaseException:
-            traceback.print_exc(file=sys.stdout)  # answer() has it
-            sys.stdout.flush()
-            os._exit(1)
-        print("<done>", flush=True)
-    os._exit(0)
 
 
 def raised(act: Callable[[], object], kind: type[Exception] = memsaver.Error) -> Any:

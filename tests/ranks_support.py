@@ -2,93 +2,50 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import pickle
-import signal
 import socket
-import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.tensor", "tests.preloaded"]
+from tests.nursery import Fork
 
 
 @contextmanager
 def ranks(
-    check: Callable[..., None], count: int, *arguments: Any, timeout: float = 120, killed: Collection[int] = ()
-) -> Iterator[list[Any]]:
+    check: Callable[..., None], count: int, *arguments: object, timeout: float = 120, lost: Collection[int] = ()
+) -> Iterator[list[Fork]]:
     """Start processes that call `check(rank, *arguments)`. The end of the with statement asserts that all have passed.
 
-    Each process has `timeout` seconds after the body to end. Then it is killed, and the assertion fails. `killed`: the
-    ranks that are to end by SIGKILL instead. The processes are forked from one that has loaded torch, and nothing else.
+    A process that takes longer than `timeout` seconds after the body fails. `lost`: the ranks that end in the call.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    processes = [
-        context.Process(target=_run, args=(dict(os.environ), pickle.dumps((check, (rank, *arguments)))))
-        for rank in range(count)
-    ]
-    for process in processes:
-        process.start()
-    try:
-        yield processes
-        for process in processes:
-            process.join(timeout)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-    expected = [-signal.SIGKILL if rank in killed else 0 for rank in range(count)]
-    assert [process.exitcode for process in processes] == expected
+    with ExitStack() as stack:
+        found = [
+            stack.enter_context(Fork({**os.environ, "RANK": str(rank)}, check.__module__, timeout))
+            for rank in range(count)
+        ]
+        for rank, each in enumerate(found):
+            each.start(check, rank, *arguments)
+        yield found
+        errors = []
+        for rank, each in enumerate(found):
+            try:
+                each.answer()
+                is_lost = False
+            except (AssertionError, TimeoutError) as error:
+                is_lost = not each.is_there() and str(error) == "the process ended: "
+                if not (is_lost and rank in lost):
+                    errors.append(f"rank {rank}: {error}")
+            assert is_lost or rank not in lost, f"rank {rank} has not ended"
+        assert not errors, "\n".join(errors)
 
 
 @contextmanager
-def store_server() -> Iterator[tuple[Any, int]]:
+def store_server() -> Iterator[tuple[Fork, int]]:
     """A process with a TCPStore, as the agent of torchrun has one, and the port."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
-    try:
-        yield process, ours.recv()
-    finally:
-        process.kill()
-        process.join()
-
-
-def _serve(connection: Any) -> None:
-    import torch.distributed as distributed
-
-    store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connection.send(store.port)
-    connection.recv()  # until the process is killed
-
-
-def leave(status: int = 0) -> None:
-    """End this process without the interpreter's finalization.
-
-    If an object of the interpreter still refers to a process group of gloo, finalization may destroy the group's
-    threads before they are joined, and std::terminate ends the process: pytorch/pytorch#190489.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _run(environment: dict[str, str], call: bytes) -> None:
-    os.environ.clear()
-    os.environ.update(environment)  # before memsaver is imported
-    try:
-        check, arguments = pickle.loads(call)
-        check(*arguments)
-    except BaseException:
-        traceback.print_exc()
-        leave(1)
-    leave()
+    with Fork({}) as server:
+        server.run("import torch.distributed as distributed")
+        server.run("store = distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)")
+        yield server, int(server.run("print(store.port)"))
 
 
 def free_address() -> str:

@@ -26,7 +26,6 @@ from benchmarks.harness.work import Contents, Work
 from examples.colocate.options import parse
 from examples.colocate.recipes import RECIPES
 from tests import gpus
-from tests.ranks_support import PRELOADED
 
 
 def status_of(*arguments: str) -> object:
@@ -84,7 +83,7 @@ def test_a_run_keeps_its_tables_and_fails_by_its_checks(
 
 def test_a_process_answers_and_says_how_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """With things of the standard library, which a new process loads in no time."""
-    CONTEXT.set_forkserver_preload(PRELOADED)  # of this process's one server
+    CONTEXT.set_forkserver_preload(["tests.preloaded"])  # of this process's one server
     monkeypatch.setenv("MEMSAVER_TEST_A", "inherited")
     variables = {"MEMSAVER_TEST_A": "", "MEMSAVER_TEST_B": "set"}
     fresh = Process(importlib.import_module, variables=variables, name="os")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -11,9 +12,11 @@ import pytest
 
 from tests.drop_in import fake_vllm
 from tests.examples.model_support import save_model, save_tokenizer
-from tests.support import ROOT, environment, run_program
+from tests.nursery import Fork
+from tests.support import ROOT, fresh_device
 
-pytest.importorskip("transformers", reason="its model is one of transformers")
+if importlib.util.find_spec("transformers") is None:  # an import of it takes long, and is not needed here
+    pytest.skip("its model is one of transformers", allow_module_level=True)
 PAGE = (ROOT / "docs/your-loop.md").read_text()
 # Arguments, attributes and what is awake are as in vLLM; the model is transformers'.
 VLLM = """
@@ -110,33 +113,46 @@ def changed(program: str, difference: str) -> str:
     return program
 
 
-def run(program: str, folder: Path, size: int, **variables: str) -> list[str]:
+def prepare(folder: str) -> None:
+    """In another process, which the loops are forks of: it imports what both use."""
+    save_model(Path(folder, "model"), "Qwen3", vocab_size=12, head_dim=8)
+    save_tokenizer(Path(folder, "model"), list("e0123456789?"))
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    sys.argv[1:] = ["model", "prompts"]
+    import torch.distributed.fsdp  # noqa: F401
+
+
+def run_loop(program: str, variables: dict[str, str]) -> None:
+    child = os.fork()
+    if not child:
+        os.environ.update(variables)
+        exec(program, {"__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def rewards(process: Fork, program: str, **variables: str) -> list[str]:
     for text, other in CHANGES.items():
         assert program.count(text) == 1, text
         program = program.replace(text, other)
-    (folder / "loop.py").write_text(program)
-    done = run_program(
-        [sys.executable, "loop.py", "model", "prompts"],
-        cwd=folder,
-        env=environment(**RANK, PYTHONPATH=fake_vllm.before(folder), MEMSAVER_HOST_DEVICE=str(size), **variables),
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return re.findall(r"step \d: reward [\d.]+", done.stdout)
+    process.start(run_loop, program, variables)
+    return re.findall(r"step \d: reward [\d.]+", process.answer())
 
 
 def test_the_loop_with_memsaver_gives_the_rewards_of_the_stock_loop(tmp_path: Path) -> None:
     fake_vllm.write(tmp_path)
     (tmp_path / "vllm/__init__.py").write_text(VLLM)
-    save_model(tmp_path / "model", "Qwen3", vocab_size=12, head_dim=8)
-    save_tokenizer(tmp_path / "model", list("e0123456789?"))
     (tmp_path / "prompts").write_text("12\n34\n567\n")
     (stock,), (difference,) = blocks("python"), blocks("diff")
     assert len(difference.splitlines()) < 100
-    size = (256 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
-    expected = run(stock, tmp_path, size)
-    assert len(expected) == 3 and len({each.split()[-1] for each in expected}) > 1
     end = "    dist.destroy_process_group()\n"
     program = changed(stock, difference)
     assert program.count(end) == 1
-    assert run(program.replace(end, PROOF + end), tmp_path, size, MEMSAVER_DROP_IN="vllm") == expected
+    with Fork({**RANK, "MEMSAVER_HOST_DEVICE": fresh_device()}, __name__, timeout=240) as process:
+        process.start(prepare, str(tmp_path))
+        process.answer()
+        expected = rewards(process, stock)
+        assert len(expected) == 3 and len({each.split()[-1] for each in expected}) > 1
+        assert rewards(process, program.replace(end, PROOF + end), MEMSAVER_DROP_IN="vllm") == expected

@@ -1,35 +1,69 @@
-"""The examples of one file run and exit with status 0."""
+"""The examples of one file, each in a fork of a process that has imported torch, print what they should and succeed."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import multiprocessing
 import os
+import re
+import runpy
 import sys
 import tempfile
 
-from tests.support import ROOT, run_program
+import pytest
+
+from memsaver import cli
+from tests.nursery import Fork
+from tests.ranks_support import ranks, store_server
+from tests.support import ROOT, fresh_device
+
+
+def run(name: str) -> None:
+    """What it writes to stderr comes with what it prints."""
+    os.dup2(sys.stdout.fileno(), 2)
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]  # a fork has torch
+    try:
+        runpy.run_module(name, run_name="__main__")
+    except SystemExit as end:
+        assert not end.code, end.code
+
+
+def said(process: Fork, name: str) -> list[str]:
+    process.start(run, name)
+    return process.answer().splitlines()
 
 
 def test_the_quick_start_succeeds() -> None:
-    size = (128 << 20) + os.getpid() % 100 * (2 << 20)  # no device that a concurrent process uses
-    done = run_program(
-        [sys.executable, "-m", "examples.quickstart"],
-        cwd=ROOT,
-        env={**os.environ, "MEMSAVER_HOST_DEVICE": str(size)},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "same addresses: True; same outputs, bit for bit: True" in done.stdout
-    assert done.stdout.count("refused:") == 2
-    assert done.stderr == ""
+    with Fork({"MEMSAVER_HOST_DEVICE": str(128 << 20)}, __name__, timeout=300) as process:
+        lines = said(process, "examples.quickstart")
+    assert all(re.match(r"device: |refused: |  .* \(pid \d+\) |same addresses: | +\d+ MiB free \|", each) for each in lines), lines
+    assert lines[-1].startswith("same addresses: True; same outputs, bit for bit: True")
+    assert sum(each.startswith("refused:") for each in lines) == 2
 
 
 def test_two_processes_take_turns() -> None:
-    size = (96 << 20) + os.getpid() % 100 * (2 << 20)
     with tempfile.TemporaryDirectory() as directory:  # its path is short enough for a socket's
-        env = {**os.environ, "MEMSAVER_HOST_DEVICE": str(size), "MEMSAVER_POOL_DIR": directory}
-        done, _ = (
-            run_program([sys.executable, "-m", *command.split()], cwd=ROOT, env=env, timeout=300)
-            for command in ("examples.two_processes", "memsaver broker --stop")
-        )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
-    assert [done.stdout.count(f"{name}: has its contents: True") for name in ("engine", "trainer")] == [3, 3]
+        settings = {"MEMSAVER_HOST_DEVICE": str(96 << 20), "MEMSAVER_POOL_DIR": directory}
+        with Fork(settings, __name__, timeout=300) as process:
+            lines = said(process, "examples.two_processes")
+            process.start(cli.main, ["broker", "--stop"])
+            assert "stopped the broker" in process.answer()
+    assert sorted(lines) == [f"{name}: has its contents: True" for name in ("engine", "trainer") for _ in range(3)]
+
+
+def run_as_torchrun_does(rank: int, port: int) -> None:
+    """The store is that of another process, the agent."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", **address})
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(ROOT / "examples/torchrun.py"), run_name="__main__")
+    states = ("in rollout: kv_cache active, params paused", "in train: kv_cache paused, params active")
+    assert out.getvalue().splitlines() == [f"rank {rank}: {each}" for each in states]
+
+
+def test_the_example_for_torchrun_takes_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMSAVER_HOST_DEVICE", fresh_device())
+    with store_server() as (_, port), ranks(run_as_torchrun_does, 2, port):
+        pass

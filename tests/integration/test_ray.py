@@ -29,8 +29,8 @@ from memsaver.turns import reports  # noqa: E402
 from tests.ray_support import Buffer, Member, cluster_of_one_machine, look, use  # noqa: E402
 from tests.support import MIB, fresh_device, until  # noqa: E402
 
-DEVICE_BYTES = 162 * MIB  # a size of its own: processes that name the same size share the device
-ENGINE, TRAINER = 64 * MIB, 128 * MIB  # two engines fit, but no engine beside the trainer
+DEVICE_BYTES = 98 * MIB  # a size of its own: processes that name the same size share the device
+ENGINE, TRAINER = 32 * MIB, 96 * MIB  # two engines fit, but no engine beside the trainer
 PHASES = {"rollout": {"engine": ["weights"]}, "train": {"trainer": ["params"]}, "none": {}}
 START_S = 1.0
 
@@ -41,17 +41,13 @@ class Slow(Member):
         super().__init__(*arguments)
 
 
-class Same(Member):
-    def __init__(self, device: str) -> None:
-        super().__init__(device, "reference", 20 * MIB, same_as=f"model of actors on {device}")
-
-
 class Hanging(Member):
-    """Hangs in the drain, or with a guest that leaves, as long as there is a file of that name."""
+    """Hangs in the drain, or with a guest that leaves, as long as its folder has a file of that name."""
 
-    def __init__(self, folder: str, *arguments: Any) -> None:
+    folder = ""
+
+    def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.folder = folder
 
         class Leaves(memsaver.Guest):
             def leave(guest) -> None:  # noqa: N805
@@ -125,9 +121,11 @@ def spawn(cluster: None) -> Iterator[Spawn]:
 
 @pytest.fixture(scope="module")
 def ranks(spawn: Spawn) -> tuple[list[Any], Any]:
-    """Two engines and a trainer with contents, all paused."""
+    """Two engines and a trainer with contents, all paused. Each start of an actor takes 2 s of the processor."""
     device = str(DEVICE_BYTES)
-    engines = [spawn(Member, device, "weights", ENGINE, 10 + rank) for rank in range(2)]
+    engines = [
+        spawn(Member, device, "weights", ENGINE, 10, max_restarts=1), spawn(Hanging, device, "weights", ENGINE, 11),
+    ]  # fmt: skip
     ray.get([each.pause.remote() for each in engines])
     trainer = spawn(Member, device, "params", TRAINER, 20)
     ray.get(trainer.pause.remote())
@@ -197,30 +195,6 @@ def test_a_turn_without_memory_names_the_holder_and_can_be_retried(ranks: tuple[
     group.enter("none")
 
 
-def test_an_actor_that_dies_is_named_and_joins_again(spawn: Spawn) -> None:
-    device = fresh_device()
-    engine = spawn(Member, device, "weights", MIB, max_restarts=1)
-    trainer = spawn(Member, device, "params", MIB)
-    group = Group(engine=engine, trainer=trainer, phases=PHASES)
-    group.enter("rollout")
-    ray.get(engine.set.remote(dies="commit"))
-    error = fails(group, "train", "engine 0 could not pause 'weights': Actor")
-    assert isinstance(error.__cause__, ray.exceptions.RayActorError)
-    assert (error.role, error.rank) == ("engine", 0)
-    assert look(trainer) == ["paused"]
-    for name, states in (("train", ["paused", "active"]), ("rollout", ["active", "paused"])):
-        group.enter(name)  # the restarted actor's region is active: it leaves
-        assert look(engine, trainer) == states
-    ray.kill(engine)
-    for _ in range(2):
-        error = fails(group, "none", r"engine 0 could not .*died.*; unless Ray .*: group.replace\('engine', 0, actor\)")
-    begin = time.perf_counter()
-    group.replace("engine", 0, spawn(Slow, device, "weights", MIB))
-    with group.enter("none") as turn:  # its start is no part of the turn
-        assert turn.seconds < time.perf_counter() - begin - START_S
-        assert turn.paused["engine"][0].paused == ("weights",)
-
-
 def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:
     device = fresh_device()
     engine = spawn(Async, device, "weights", MIB)
@@ -245,13 +219,13 @@ def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:
 
 
 def test_actors_that_hang_in_each_half_lead_to_a_report(
-    spawn: Spawn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report_dir: Path
+    ranks: tuple[list[Any], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report_dir: Path
 ) -> None:
     monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     monkeypatch.setattr(plan_module, "_ANSWER_S", 0.0)
     monkeypatch.setattr(reports, "_PARTS_S", 60.0)
-    device = fresh_device()
-    engines = [spawn(Member, device, "weights", MIB), spawn(Hanging, str(tmp_path), device, "weights", MIB)]
+    engines, _ = ranks
+    ray.get(engines[1].set.remote(folder=str(tmp_path)))
     group = Group(engine=engines, phases=PHASES | {"train": {"engine": []}})
     group.enter("rollout")
     (tmp_path / "leave").touch()
@@ -299,22 +273,25 @@ def test_the_actors_of_a_ray_job_use_its_broker_by_runtime_env(spawn: Spawn) -> 
     shutil.rmtree(pools)
 
 
-def test_actors_with_equal_contents_keep_one_copy_and_one_that_differs_is_named(spawn: Spawn) -> None:
-    device = fresh_device()
-    actors = [spawn(Same, device) for _ in range(3)]
+def test_actors_with_equal_contents_keep_one_copy_and_one_that_differs_is_named(
+    ranks: tuple[list[Any], Any],
+) -> None:
+    actors = [*ranks[0], ranks[1]]
+    made = f"self.set(reference=Buffer('reference', {20 * MIB}, same_as='model of actors on {DEVICE_BYTES}'))"
+    ray.get([each.do.remote(made) for each in actors])
+    ray.get([each.do.remote("self.reference.fill(1)") for each in actors])
     group = Group(engine=actors, phases={"score": {"engine": ["reference"]}, "train": {}})
-    group.enter("score")
-    ray.get(actors[1].do.remote("self.buffer.array.__setitem__(9 << 20, ~self.buffer.array[9 << 20])"))
+    ray.get(actors[1].do.remote("self.reference.array.__setitem__(9 << 20, ~self.reference.array[9 << 20])"))
     error = fails(group, "train", r"in block 1 .* differ from the others; nothing has changed")
     found: Any = error.__cause__
     assert isinstance(found, memsaver.SameError)
     assert [pid for pid, _, _ in found.processes] == [ray.get(actors[1].do.remote("os.getpid()"))]
-    ray.get(actors[1].do.remote("self.buffer.fill(1)"))
+    ray.get(actors[1].do.remote("self.reference.fill(1)"))
     turn = group.enter("train")
     assert sorted(each.copied_bytes for each in turn.paused["engine"]) == [4 * MIB, 8 * MIB, 8 * MIB]
-    ray.kill(actors[0])
-    ray.get([each.resume.remote() for each in actors[1:]])
-    assert look(*actors[1:]) == ["active"] * 2
+    group.enter("score")
+    assert ray.get([each.do.remote("self.reference.holds(1)") for each in actors]) == [True] * 3
+    group.enter("train")
 
 
 def test_an_actor_exports_its_figures_to_ray(ranks: tuple[list[Any], Any]) -> None:
@@ -322,3 +299,28 @@ def test_an_actor_exports_its_figures_to_ray(ranks: tuple[list[Any], Any]) -> No
     gauges = ray.get(ranks[0][0].do.remote(text))
     assert gauges["memsaver_process_bytes"].info["tag_keys"] == ("device", "kind", "label")
     assert "memsaver_stages_seconds_total" in gauges
+
+
+def test_an_actor_that_dies_is_named_and_joins_again(
+    ranks: tuple[list[Any], Any], spawn: Spawn
+) -> None:
+    """The last test: the others use the actor."""
+    (engine, _), trainer = ranks
+    group = Group(engine=engine, trainer=trainer, phases=PHASES)
+    group.enter("rollout")
+    ray.get(engine.set.remote(dies="commit"))
+    error = fails(group, "train", "engine 0 could not pause 'weights': Actor")
+    assert isinstance(error.__cause__, ray.exceptions.RayActorError)
+    assert (error.role, error.rank) == ("engine", 0)
+    assert look(trainer) == ["paused"]
+    for name, states in (("train", ["paused", "active"]), ("rollout", ["active", "paused"])):
+        group.enter(name)  # the restarted actor's region is active: it leaves
+        assert look(engine, trainer) == states
+    ray.kill(engine)
+    for _ in range(2):
+        error = fails(group, "none", r"engine 0 could not .*died.*; unless Ray .*: group.replace\('engine', 0, actor\)")
+    begin = time.perf_counter()
+    group.replace("engine", 0, spawn(Slow, str(DEVICE_BYTES), "weights", ENGINE))
+    with group.enter("none") as turn:  # its start is no part of the turn
+        assert turn.seconds < time.perf_counter() - begin - START_S
+        assert turn.paused["engine"][0].paused == ("weights",)

@@ -324,7 +324,7 @@ def test_memory_of_a_dead_client_waits_for_its_child(mortal: Running) -> None:
     program that the client has started delays nothing.
     """
     with (
-        Worker(mortal, f"held = hold('a', {LARGE}); program = subprocess.Popen(['sleep', '600'])") as one,
+        Worker(mortal, f"held = hold('a', {LARGE})", "import subprocess; program = subprocess.Popen(['sleep', '600'])") as one,
         Worker(mortal, f"held = hold('b', {LARGE}, 'host', 3)", MEMSAVER_POOL="process") as two,
         ended(int(one.run("print(program.pid)"))),
     ):
