@@ -268,12 +268,15 @@ class Running(Broker):
         self.process.send_signal(number)
         self.process.wait(PATIENCE_S)
 
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         for client in self.clients:
             client.close()
-        if self.process.poll() is None:
-            self.kill()
+        self.kill()
         shutil.rmtree(self.directory)

@@ -1,6 +1,4 @@
-"""Processes that are forks of one that has imported torch. A fork takes a fiftieth of the time of a new interpreter that
-imports it.
-"""
+"""Processes that are forks of one that has imported torch: a fiftieth of the time of a new interpreter with torch."""
 
 from __future__ import annotations
 

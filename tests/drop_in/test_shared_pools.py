@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.broker_support import Running
 from tests.drop_in import fake_vllm
-from tests.pool_support import Worker
+from tests.pool_support import ForkedBroker, Worker
 from tests.support import until
 
 TRAINER = """
@@ -75,7 +74,7 @@ def test_engine_wakes_with_zeros_where_it_kept_no_contents(engine: str, tmp_path
     """And it waits for the memory that the trainer holds."""
     fake_vllm.write(tmp_path)
     with (
-        Running(str(CAPACITY)) as broker,
+        ForkedBroker(str(CAPACITY)) as broker,
         Worker(broker, *(f"exec({each!r}, globals())" for each in (ENGINE.format(path=str(tmp_path)), engine))) as mine,
         Worker(broker, f"exec({TRAINER!r}, globals())") as trainer,
     ):

@@ -21,6 +21,7 @@ from memsaver.drop_in.startup import PRELOAD, managed, python_path
 from memsaver.errors import ConfigError
 from tests.drop_in import fake_vllm
 from tests.drop_in.fake_vllm import before
+from tests.nursery import Fork
 from tests.support import run_python
 
 NAME = "memsaver_test_imported"
@@ -146,10 +147,12 @@ from torch_memory_saver import torch_memory_saver as saver, configure_subprocess
 from memsaver import drop_in
 with configure_subprocess(), torch_memory_saver.utils.change_env("ANY", "1"):
     pass
-print(hasattr(torch_memory_saver, "kind"), type(saver).__module__, drop_in.status()["tms"].state)
+assert not hasattr(torch_memory_saver, "kind")
+assert (type(saver).__module__, drop_in.status()["tms"].state) == ("memsaver.drop_in.tms.saver", "active")
 """
-        done = run_python(program, MEMSAVER_DROP_IN="tms", PYTHONPATH=original)
-        assert done.stdout.split() == ["False", "memsaver.drop_in.tms.saver", "active"], done.stderr
+        with Fork({"MEMSAVER_DROP_IN": "tms"}) as process:  # which does as the start of Python
+            process.run(f"sys.path[:0] = {original.split(os.pathsep)}; import memsaver_drop_in")
+            process.run(f"memsaver_drop_in.start(); exec({program!r})")
 
     @pytest.mark.parametrize("value", ["", "vllm"])
     def test_without_the_variable_the_original_is_imported(self, original: str, value: str) -> None:

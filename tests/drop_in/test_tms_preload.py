@@ -239,18 +239,18 @@ def test_allocator_without_cuda_malloc_is_refused(run: Run) -> None:
         """)  # fmt: skip
 
 
-def test_child_started_with_configure_subprocess_loads_the_library() -> None:
-    program = """
-import subprocess, sys
-from torch_memory_saver import configure_subprocess
-import torch_memory_saver.utils as utils
-child = "import ctypes; print(hasattr(ctypes.CDLL(None), 'memsaver_preload_calls'))"
-with configure_subprocess():
-    print(subprocess.run([sys.executable, "-c", child], capture_output=True, text=True).stdout)
-print(utils.get_binary_path_from_package("torch_memory_saver_hook_mode_preload").name)
-"""
-    done = run_python(program, MEMSAVER_DROP_IN="tms", PYTHONPATH=python_path(str(ROOT)), LD_PRELOAD="")
-    assert done.stdout.split() == ["True", "torch_memory_saver_hook_mode_preload_cu13.abi3.so"], done.stderr
+def test_child_started_with_configure_subprocess_loads_the_library(run: Run) -> None:
+    run("""
+        import subprocess
+        from torch_memory_saver import configure_subprocess
+        import torch_memory_saver.utils as utils
+        child = [sys.executable, "-c", "import ctypes; print(hasattr(ctypes.CDLL(None), 'memsaver_preload_calls'))"]
+        assert subprocess.check_output(child) == b"False\\n"
+        with configure_subprocess():
+            assert subprocess.check_output(child) == b"True\\n"
+        name = utils.get_binary_path_from_package("torch_memory_saver_hook_mode_preload").name
+        assert name == "torch_memory_saver_hook_mode_preload_cu13.abi3.so"
+        """, saver=False, LD_PRELOAD="")  # fmt: skip
 
 
 def test_call_without_a_runtime_is_an_error_with_one_line() -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +24,7 @@ from memsaver.broker import caller, clients, daemon, discovery, protocol, status
 from memsaver.broker.protocol import Message
 from memsaver.errors import gib
 from tests.broker_support import APART, PATIENCE_S, Client, Local, Running, granted, is_possible
+from tests.nursery import Fork
 from tests.pool_support import Worker
 from tests.support import GIB, MIB, PAGE, Peer, descriptors, run_clean, run_program, until
 
@@ -479,14 +480,11 @@ def end(pid: int) -> None:
 
 
 def test_processes_that_need_a_broker_at_once_get_one_that_outlives_them(empty: Running) -> None:
-    program = f"from memsaver.broker import daemon; print(daemon.ensure({empty.uuid!r}, 'cpu', 1 << 29))"
-    starters = [
-        subprocess.Popen([sys.executable, "-c", program], env=empty.environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(3)
-    ]
-    for starter in starters:
-        assert starter.communicate(timeout=PATIENCE_S)[0].strip() == str(empty.path)
-        assert starter.returncode == 0
+    with ExitStack() as stack:
+        starters = [stack.enter_context(Fork(empty.environment, "memsaver.broker.daemon")) for _ in range(3)]
+        for starter in starters:
+            starter.send(f"print(ensure({empty.uuid!r}, 'cpu', 1 << 29))")
+        assert [starter.answer() for starter in starters] == [str(empty.path)] * 3
     pid = broker_pid(empty.path)
     assert os.getsid(pid) not in (os.getsid(0), *(starter.pid for starter in starters))
     assert empty.path.with_suffix(".log").read_text().count("serving cpu") == 1
@@ -612,12 +610,12 @@ def test_top_and_trim_show_and_release_the_memory_of_pools(
     assert f"running: cpu ({broker.uuid})" in err
 
 
-def test_top_shows_the_device_and_the_seconds_since_a_pause(elsewhere: Running) -> None:
-    with Worker(elsewhere, f"held = hold('a', {64 * MIB})", "held.region.pause()", "other = hold('b', 4)") as worker:
-        until(lambda: any(each["paused_s"] for each in elsewhere.row(worker.pid)["regions"]))
-        text = elsewhere.run("top").stdout
+def test_top_shows_the_device_and_the_seconds_since_a_pause(broker: Local, capsys: pytest.CaptureFixture[str]) -> None:
+    with Worker(broker, f"held = hold('a', {64 * MIB})", "held.region.pause()", "other = hold('b', 4)") as worker:
+        until(lambda: any(each["paused_s"] for each in broker.row(worker.pid)["regions"]))
+        text = command(capsys, "top")[1]
         assert re.search(r"region a \(paused for [1-9]\d* s\) ", text) and "region b (active) " in text
-        [pool] = json.loads(elsewhere.run("top", "--json").stdout)["pools"]
+        [pool] = json.loads(command(capsys, "top", "--json")[1])["pools"]
     used, total = pool["ledger"]["used_bytes"], pool["device_bytes"]
     assert f"  in use on the device: {gib(used)} of {gib(total)}, free {gib(total - used)}\n" in text and used < total
 

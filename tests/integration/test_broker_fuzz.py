@@ -6,13 +6,12 @@ MEMSAVER_TEST_SEED is the first seed, and MEMSAVER_TEST_PACKETS the number of pa
 from __future__ import annotations
 
 import os
-import sys
 
 import pytest
 
-from tests.broker_support import Running
-from tests.pool_support import Worker, chunks_of, descriptors_of, settled
-from tests.support import MIB, PAGE, run_program, until
+from tests.nursery import Fork
+from tests.pool_support import ForkedBroker, Worker, chunks_of, descriptors_of, settled
+from tests.support import MIB, PAGE, until
 
 SEEDS = range(first := int(os.environ.get("MEMSAVER_TEST_SEED", "0")), first + 2)
 PACKETS = int(os.environ.get("MEMSAVER_TEST_PACKETS", "1000"))
@@ -21,18 +20,14 @@ TURNS = 60
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_messages_of_one_client_do_not_affect_the_others(seed: int) -> None:
-    with Running(str(128 * MIB)) as broker:
-        pid = broker.process.pid
+    with ForkedBroker(str(128 * MIB)) as broker:
+        pid = broker.pid
         with Worker(broker, f"held = hold('a', 3 * MIB, 'host', {seed})", "memsaver.pause()") as worker:
             settled(broker)
             before = descriptors_of(pid) - chunks_of(pid)
             worker.send(f"take_turns(held, {TURNS})")
-            said = run_program(
-                [sys.executable, "-m", "tests.broker_fuzz", str(broker.path), str(seed), str(PACKETS)],
-                env=broker.environment,
-            )
-            assert (said.returncode, said.stdout.split()[:2]) == (0, ["said", str(PACKETS)]), said.stderr
-            assert broker.process.poll() is None
+            with Fork(broker.environment, "tests.broker_fuzz") as stranger:
+                stranger.run(f"say(Path({str(broker.path)!r}), {seed}, {PACKETS})")
             worker.answer()
             worker.run(f"take_turns(held, {TURNS})")  # also with the chunks that the other client has left
             until(lambda: len(settled(broker)["clients"]) == 1)

@@ -13,7 +13,7 @@ import pytest
 from memsaver import ledger
 from memsaver.ledger import Ledger
 from tests.broker_support import PATIENCE_S, Running
-from tests.pool_support import Worker, hold_the_gil, let_go
+from tests.pool_support import ForkedBroker, Worker, hold_the_gil, let_go
 from tests.support import MIB, Peer, run_python, until
 
 MEDIUM = 32 * MIB
@@ -22,7 +22,7 @@ Sums = dict[tuple[int | None, str, str], int]  # bytes by pid, kind and label
 
 @pytest.fixture
 def broker() -> Iterator[Running]:
-    with Running() as running:
+    with ForkedBroker() as running:
         yield running
 
 
@@ -91,7 +91,7 @@ def test_regions_idle_chunks_and_other_memory_of_clients(broker: Running, one: W
         (one.pid, "region", "a"): mapped(one, "a"),
         (two.pid, "region", "c"): mapped(two, "c"),
         (two.pid, "unknown", ""): 4 * MIB,
-        (broker.process.pid, "pool idle", ""): idle,
+        (broker.pid, "pool idle", ""): idle,
     }
     check_everywhere(broker, expected, one, two)
 
@@ -102,7 +102,7 @@ def test_memory_that_another_process_is_attached_to_counts_for_its_owner(
     expected: Sums = {
         (one.pid, "region", "a"): mapped(one, "a"),
         (two.pid, "region", "c"): mapped(two, "c"),
-        (broker.process.pid, "pool idle", ""): broker.status()["idle_bytes"],
+        (broker.pid, "pool idle", ""): broker.status()["idle_bytes"],
     }
     one.run("memsaver.configure(patches='multiprocessing'); tensor = memsaver.region('a').empty(1000)")
     one.run("import torch.multiprocessing; from multiprocessing.reduction import ForkingPickler")
@@ -121,13 +121,13 @@ def test_a_process_outside_of_the_pool_sees_each_byte_once(broker: Running, one:
         found = json.loads(text)
         total = broker.status()["total_bytes"]
         assert [(row["pid"], row["kind"], row["bytes"]) for row in found["rows"]] == [
-            (peer.pid, "unknown", 4 * MIB), (broker.process.pid, "process", total),
+            (peer.pid, "unknown", 4 * MIB), (broker.pid, "process", total),
         ]  # fmt: skip
         assert found["used_bytes"] == used_bytes(one) == total + 4 * MIB
         expected: Sums = {
             (one.pid, "region", "a"): mapped(one, "a"),
             (peer.pid, "process", ""): 4 * MIB,
-            (broker.process.pid, "pool idle", ""): broker.status()["idle_bytes"],
+            (broker.pid, "pool idle", ""): broker.status()["idle_bytes"],
         }
         check_everywhere(broker, expected, one)
 

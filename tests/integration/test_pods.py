@@ -19,8 +19,9 @@ from memsaver import cli
 from memsaver.broker import discovery
 from memsaver.errors import CHECKED
 from tests.broker_support import APART, PATIENCE_S, Running, is_possible
+from tests.nursery import Fork
 from tests.pool_support import Worker, is_whole
-from tests.support import GIB, MIB, PAGE, environment, run_program, until
+from tests.support import GIB, MIB, PAGE, environment, fresh_device, run_program, until
 
 POD = [*APART, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]  # and a host device of its own
 MOUNTS = ["unshare", "--mount"]
@@ -119,22 +120,15 @@ def test_a_pause_beyond_the_limit_of_a_cgroup_raises_with_its_figures(tmp_path: 
 
 
 def test_locked_memory_does_not_limit_the_host_driver() -> None:
-    program = f"""
-        import resource
-        from tests.pool_support import *
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-        held = hold("r", {8 * MIB}, "host", 7)
-        memsaver.pause()
-        memsaver.resume()
-        held.check()
-    """
-    run = start(program, environment())
-    assert (run.communicate(timeout=PATIENCE_S), run.returncode) == (("", ""), 0)
+    with Fork({"MEMSAVER_HOST_DEVICE": fresh_device()}, "tests.pool_support") as process:
+        process.run("import resource; resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))")
+        process.run("held = hold('r', 8 * MIB, 'host', 7); memsaver.pause(); memsaver.resume(); held.check()")
 
 
 # SIGTERM
 
 HOLDER = f"""
+    import sys
     from tests.pool_support import *
     if {{handles}}:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))

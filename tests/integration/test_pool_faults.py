@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.broker_support import Local, Running
-from tests.pool_support import Worker, chunks_of, descriptors_of, mappings_of, rss_bytes, settled
+from tests.pool_support import ForkedBroker, Worker, chunks_of, descriptors_of, mappings_of, rss_bytes, settled
 from tests.support import MIB, PAGE, until
 
 CLIENT_KILLS = 30 * int(os.environ.get("MEMSAVER_TEST_KILLS", "1"))
@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 @pytest.fixture
 def broker() -> Iterator[Running]:
-    with Running(str(CAPACITY)) as running:
+    with ForkedBroker(str(CAPACITY)) as running:
         yield running
 
 
@@ -146,13 +146,13 @@ LARGE_ARRAYS_ARE_MAPPED = f"ctypes.CDLL(None).mallopt(-3, {MIB})"
 
 def test_eight_clients_keep_contents_over_many_turns() -> None:
     """Nothing grows. ``MEMSAVER_TEST_TURNS=10000`` takes longer."""
-    with Running(str(CHUNKS * PAGE)) as broker, ExitStack() as stack:
+    with ForkedBroker(str(CHUNKS * PAGE)) as broker, ExitStack() as stack:
         made = "held = hold('turns', PAGE + 4096, 'host', {})"  # of two chunks
         workers = [
             stack.enter_context(Worker(broker, LARGE_ARRAYS_ARE_MAPPED, made.format(number), "memsaver.pause()"))
             for number in range(CLIENTS)
         ]
-        pids = [broker.process.pid, *(worker.pid for worker in workers)]
+        pids = [broker.pid, *(worker.pid for worker in workers)]
         for turns in (WARM_UP, TURNS // CLIENTS):
             before = {pid: (descriptors_of(pid) - chunks_of(pid), mappings_of(pid), rss_bytes(pid)) for pid in pids}
             for worker in workers:

@@ -38,7 +38,8 @@ def said(process: Fork, name: str) -> list[str]:
 def test_the_quick_start_succeeds() -> None:
     with Fork({"MEMSAVER_HOST_DEVICE": str(128 << 20)}, __name__, timeout=300) as process:
         lines = said(process, "examples.quickstart")
-    assert all(re.match(r"device: |refused: |  .* \(pid \d+\) |same addresses: | +\d+ MiB free \|", each) for each in lines), lines
+    known = re.compile(r"device: |refused: |  .* \(pid \d+\) |same addresses: | +\d+ MiB free \|")
+    assert all(map(known.match, lines)), lines
     assert lines[-1].startswith("same addresses: True; same outputs, bit for bit: True")
     assert sum(each.startswith("refused:") for each in lines) == 2
 

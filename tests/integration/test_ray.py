@@ -301,9 +301,7 @@ def test_an_actor_exports_its_figures_to_ray(ranks: tuple[list[Any], Any]) -> No
     assert "memsaver_stages_seconds_total" in gauges
 
 
-def test_an_actor_that_dies_is_named_and_joins_again(
-    ranks: tuple[list[Any], Any], spawn: Spawn
-) -> None:
+def test_an_actor_that_dies_is_named_and_joins_again(ranks: tuple[list[Any], Any], spawn: Spawn) -> None:
     """The last test: the others use the actor."""
     (engine, _), trainer = ranks
     group = Group(engine=engine, trainer=trainer, phases=PHASES)

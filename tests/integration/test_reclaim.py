@@ -17,8 +17,8 @@ from tests.broker_support import Client, Local
 from tests.pool_support import Worker, hold_the_gil, let_go, running
 from tests.support import MIB, PAGE, until
 
-CAPACITY = 256 * MIB
-MOST = 192 * MIB
+CAPACITY = 128 * MIB
+MOST = 96 * MIB
 POOLS = "from tests import torch_pools; from tests.torch_pools import cached"
 # A trainer with free blocks in a pool of torch over a region, and an engine that is paused and needs that memory.
 CACHED = f"region = memsaver.region('trainer', 'cpu'); cached(region, {MOST})"
@@ -81,7 +81,7 @@ def test_offered_chunks_come_while_the_gil_is_held(
     broker: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reclaim, "LONGEST_COPY_S", 3600.0)
-    with Worker(broker, f"held = hold('a', {64 * MIB}, 'host', 1); memsaver.pause()") as one, Worker(broker) as two:
+    with Worker(broker, f"held = hold('a', {32 * MIB}, 'host', 1); memsaver.pause()") as one, Worker(broker) as two:
         two.run(f"import torch; held = hold('b', {CAPACITY}, 'host', 2); memsaver.pause(lazy=True)")
         hold_the_gil(two, tmp_path / "pipe")
         one.send("memsaver.resume(memory_timeout=60); held.check()")
@@ -106,16 +106,16 @@ def test_blocks_come_only_after_the_queued_work(broker: Local, engine: Worker, t
 
 def test_blocks_of_tensors_stay(engine: Worker, trainer: Worker) -> None:
     trainer.run("region = memsaver.region('trainer', 'cpu'); torch_pools.use(); pool = torch_pools.lend(region)")
-    trainer.run(f"kept, freed = pool.malloc({64 * MIB}), pool.malloc({128 * MIB}); ctypes.memset(kept, 7, {64 * MIB})")
+    trainer.run(f"kept, freed = pool.malloc({32 * MIB}), pool.malloc({64 * MIB}); ctypes.memset(kept, 7, {32 * MIB})")
     trainer.run("torch_pools.free(freed); torch_pools.take_back(region, pool); del pool")
     engine.run(RESUME)
-    trainer.run(f"assert ctypes.string_at(kept, {64 * MIB}) == bytes([7]) * {64 * MIB}")
+    trainer.run(f"assert ctypes.string_at(kept, {32 * MIB}) == bytes([7]) * {32 * MIB}")
     assert trainer.run("print(len(region._core.segments()))") == "1"
     # When the tensor is freed, the next call that waits gets its block as well, though its pool is gone.
     engine.run("memsaver.pause()")
     trainer.run("torch_pools.free(kept)")
     engine.run("more = memsaver.region('more', 'cpu'); memsaver.resume(memory_timeout=60)")
-    engine.run(f"hooks = Hooks(more); assert hooks.alloc({48 * MIB})")
+    engine.run(f"hooks = Hooks(more); assert hooks.alloc({24 * MIB})")
     until(lambda: mapped(trainer) == 0)
 
 
@@ -127,7 +127,7 @@ def test_retained_chunks_come_back() -> None:
         with Worker(broker, MEMSAVER_POOL="process") as other:
             rest = (size - MOST // 2) // PAGE * PAGE - broker.status()["total_bytes"]
             other.run(f"memsaver.configure(retain={rest}); big = Hooks(region := memsaver.region('big', 'cpu'))")
-            other.run(f"assert big.alloc({rest - 64 * MIB}); memsaver.pause()")
+            other.run(f"assert big.alloc({rest - 32 * MIB}); memsaver.pause()")
             other.run("memsaver.configure(pool='shared')")
             retained = "print(_core.ledger_figures('cpu')['retained_bytes'])"  # stats() has those of the present source
             assert int(other.run(retained)) > 0
@@ -144,13 +144,13 @@ def test_an_allocation_gets_what_others_cache(broker: Local, engine: Worker, tra
 
         def gets(work: str = work) -> bool:
             trainer.run(CACHED + work)  # an earlier request of the engine has freed the former cache
-            return engine.run(f"print(address := more.alloc({128 * MIB}))") != "None"
+            return engine.run(f"print(address := more.alloc({64 * MIB}))") != "None"
 
         until(gets, within_s=20)
         engine.run("more.free(address)")
     with Worker(broker) as other:
         until(lambda: other.run(f"print(Hooks(memsaver.region('other', 'cpu')).alloc({MOST}))") != "None")
-        assert engine.run(f"print(more.alloc({128 * MIB}))") == "None"
+        assert engine.run(f"print(more.alloc({64 * MIB}))") == "None"
 
 
 @pytest.mark.parametrize("pool", ["shared", "process"])
@@ -191,13 +191,13 @@ def test_nothing_comes_back_during_a_capture(broker: Local, engine: Worker, trai
 def test_contents_of_paused_regions_stay(broker: Local, engine: Worker, trainer: Worker) -> None:
     trainer.run("region = memsaver.region('trainer', 'cpu', 'host'); torch_pools.use()")
     trainer.run("pool = torch_pools.lend(region)")
-    trainer.run(f"kept = pool.malloc({64 * MIB}); ctypes.memset(kept, 9, {64 * MIB})")
-    trainer.run(f"torch_pools.free(pool.malloc({32 * MIB})); torch_pools.take_back(region, pool); region.pause()")
+    trainer.run(f"kept = pool.malloc({32 * MIB}); ctypes.memset(kept, 9, {32 * MIB})")
+    trainer.run(f"torch_pools.free(pool.malloc({16 * MIB})); torch_pools.take_back(region, pool); region.pause()")
     with Worker(broker) as other:
-        other.run(f"held = hold('other', {128 * MIB})")
+        other.run(f"held = hold('other', {64 * MIB})")
         assert "OutOfMemoryError" in engine.fails("memsaver.resume(memory_timeout=0.2)")
     assert trainer.run("print(len(region._core.segments()), region.state)") == "2 paused"
-    trainer.run(f"region.resume(); assert ctypes.string_at(kept, {64 * MIB}) == bytes([9]) * {64 * MIB}")
+    trainer.run(f"region.resume(); assert ctypes.string_at(kept, {32 * MIB}) == bytes([9]) * {32 * MIB}")
 
 
 def test_a_pool_in_use_stays(engine: Worker, trainer: Worker) -> None:
@@ -292,10 +292,10 @@ def test_clients_are_asked_for_offers_one_after_the_other_and_for_what_is_lackin
     for client in (one, two):
         answer(client)
     assert list(heard(one, "reclaim").words) == [CAPACITY, 0]
-    one.give(held[:3])
+    one.give(held[:1])
     one.say("reclaimed", 1, 0)  # more comes
-    three.take(96 * MIB)
-    one.give(held[3:])
+    three.take(32 * MIB)
+    one.give(held[1:])
     one.say("offers", 0)
     one.say("reclaimed", 0, 0)
     three.take(32 * MIB)

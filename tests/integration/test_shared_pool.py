@@ -280,7 +280,7 @@ def test_behind_a_broker_that_hangs_one_allocation_waits_and_the_error_of_all_na
     """torch calls with the lock of its allocator held, and raises its own error without the reason."""
     with Worker(mortal, "import torch; region = memsaver.region('a', 'cpu'); hooks = Hooks(region)") as worker:
         worker.run(f"assert hooks.alloc({PAGE}) is not None")
-        os.kill(mortal.process.pid, signal.SIGSTOP)
+        os.kill(mortal.pid, signal.SIGSTOP)
         try:
             answer = ThreadPoolExecutor(1).submit(
                 worker.run, f"print([hooks.alloc({PAGE}) for _ in range(20)] == [None] * 20)"
@@ -294,7 +294,7 @@ def test_behind_a_broker_that_hangs_one_allocation_waits_and_the_error_of_all_na
                 notes.startswith("None") and "region 'a' failed: the broker at" in notes and "does not answer" in notes
             )
         finally:
-            os.kill(mortal.process.pid, signal.SIGCONT)
+            os.kill(mortal.pid, signal.SIGCONT)
         until(lambda: worker.run(f"print(hooks.alloc({PAGE}) is not None)") == "True")
         worker.run("region.__enter__(); error = torch.OutOfMemoryError('of another allocation')")
         worker.run("region.__exit__(type(error), error, None); assert 'does not answer' not in str(error.__notes__)")
@@ -324,9 +324,9 @@ def test_memory_of_a_dead_client_waits_for_its_child(mortal: Running) -> None:
     program that the client has started delays nothing.
     """
     with (
-        Worker(mortal, f"held = hold('a', {LARGE})", "import subprocess; program = subprocess.Popen(['sleep', '600'])") as one,
+        Worker(mortal, f"held = hold('a', {LARGE})", "import subprocess") as one,
         Worker(mortal, f"held = hold('b', {LARGE}, 'host', 3)", MEMSAVER_POOL="process") as two,
-        ended(int(one.run("print(program.pid)"))),
+        ended(int(one.run("program = subprocess.Popen(['sleep', '600']); print(program.pid)"))),
     ):
         with ended(int(one.run("print(fork_sleeper())"))) as child:
             kept, name = held(mortal, one), process_name(child)
@@ -449,11 +449,11 @@ def test_configure_during_a_reconnect_joins_the_pool_once(mortal: Running) -> No
         worker.stop()
         mortal.kill()
         mortal.start()
-        mortal.process.send_signal(signal.SIGSTOP)
+        os.kill(mortal.pid, signal.SIGSTOP)
         worker.go_on()
         worker.send("memsaver.configure(pool='shared')")
         time.sleep(0.5)  # both have said hello
-        mortal.process.send_signal(signal.SIGCONT)
+        os.kill(mortal.pid, signal.SIGCONT)
         worker.answer()
         worker.run("for _ in range(100): held.region.pause(); held.region.resume(memory_timeout=5); held.check()")
         assert settled(mortal)["total_bytes"] == PAGE == held(mortal, worker)
@@ -478,7 +478,7 @@ def test_a_pause_without_a_broker_gives_the_memory_to_the_driver(mortal: Running
             one.run("memsaver.resume(memory_timeout=60); held.check(); memsaver.pause()")
             two.run("memsaver.resume(memory_timeout=60); held.check()")
             assert settled(mortal)["total_bytes"] == int(one.run("print(used_bytes())")) <= CAPACITY
-            pids = (one.pid, two.pid, mortal.process.pid)
+            pids = (one.pid, two.pid, mortal.pid)
             before = before or [descriptors_of(pid) for pid in pids]
             for pid, count in zip(pids, before):
                 until(lambda: descriptors_of(pid) <= count, within_s=5)  # noqa: B023
