@@ -24,27 +24,6 @@ def tagged() -> Iterator[TaggedRegions]:
         region.close()
 
 
-def test_tag_has_one_active_region_for_each_policy(tagged: TaggedRegions) -> None:
-    kept, scratch = tagged.active("weights", "host"), tagged.active("weights")
-    assert tagged.active("weights", "host") is kept and tagged.active("weights") is scratch
-    assert {kept.backup, scratch.backup} == {"host", "none"}
-    assert tagged.of("weights") == [kept, scratch]
-    with tagged.active("weights"):
-        tensor = torch.ones(MIB)
-    assert scratch.owns(tensor.data_ptr())
-
-
-def test_paused_tag_gets_another_region_and_returns_to_the_first(tagged: TaggedRegions) -> None:
-    """Its name is not that of another tag's region."""
-    theirs, first = tagged.active("weights.2", "host"), tagged.active("weights", "host")
-    for _ in range(3):
-        first.pause()
-        assert tagged.active("weights", "host").tag == f"{first.tag}.3"
-        first.resume()
-        assert tagged.active("weights", "host") is first
-    assert len(tagged.of("weights")) == 2 and tagged.of("weights.2") == [theirs]
-
-
 def test_region_that_is_set_aside_is_passed_over(tagged: TaggedRegions) -> None:
     first = tagged.active("weights")
     tagged.set_aside([first], True)

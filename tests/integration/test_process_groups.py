@@ -26,12 +26,28 @@ from tests.ranks_support import free_address, ranks
 TAG = "train"
 SHORT_S = 0.3
 LONG_S = 60.0
+Check = Callable[[int, str], None]
 
 
 @pytest.fixture(autouse=True)
 def made_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group is made when all ranks have made it. Else a pause could close the connections that another rank makes."""
     monkeypatch.setenv("TORCH_DIST_INIT_BARRIER", "1")
+
+
+def on_ranks(count: int, over: str = "file", **options: Any) -> Callable[[Check], Callable[[Path], None]]:
+    """A test that calls its function on so many ranks. ``over``: the kind of the store, which is an argument of it."""
+
+    def made(check: Check) -> Callable[[Path], None]:
+        def test(tmp_path: Path) -> None:
+            with ranks(check, count, str(tmp_path / "store") if over == "file" else free_address(), **options):
+                pass
+
+        test.__name__, test.__doc__, check.__qualname__ = check.__name__, check.__doc__, f"{check.__name__}.check"
+        test.check = check  # type: ignore[attr-defined]  # where pickle finds it
+        return test
+
+    return made
 
 
 def begin(rank: int, world_size: int, meeting: str, **options: Any) -> ProcessGroups:
@@ -117,7 +133,8 @@ class Trainer:
         return float(total)
 
 
-def compute_before_and_after(rank: int, file: str) -> None:
+@on_ranks(4)
+def test_fsdp_meshes_and_collectives_compute_the_same_with_groups_opened_anew(rank: int, file: str) -> None:
     guest = begin(rank, 4, file)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
@@ -152,11 +169,6 @@ def compute_before_and_after(rank: int, file: str) -> None:
     check_equal(collectives(mine), before[1])
 
 
-def test_fsdp_meshes_and_collectives_compute_the_same_with_groups_opened_anew(tmp_path: Path) -> None:
-    with ranks(compute_before_and_after, 4, str(tmp_path / "store")):
-        pass
-
-
 class Refusing(Colocated):
     refuses = False
 
@@ -165,7 +177,8 @@ class Refusing(Colocated):
             raise OSError("busy")
 
 
-def turn_together(rank: int, file: str) -> None:
+@on_ranks(2)
+def test_turns_of_a_group_close_and_open_the_groups_of_all_ranks(rank: int, file: str) -> None:
     guest = begin(rank, 2, file, timeout=30.0)
     params, kv = (memsaver.region(tag, device="cpu", backup="host") for tag in (TAG, "kv_cache"))
     weight = params.empty((4,))
@@ -191,15 +204,11 @@ def turn_together(rank: int, file: str) -> None:
     group.close()
 
 
-def test_turns_of_a_group_close_and_open_the_groups_of_all_ranks(tmp_path: Path) -> None:
-    with ranks(turn_together, 2, str(tmp_path / "store")):
-        pass
-
-
 # Failures
 
 
-def pause_with_work_pending(rank: int, file: str) -> None:
+@on_ranks(2)
+def test_a_pause_with_work_pending_is_refused(rank: int, file: str) -> None:
     guest = begin(rank, 2, file, timeout=SHORT_S)
     signals = dist.PrefixStore("signals", dist.distributed_c10d._get_default_store())
     tensor = torch.ones(1)
@@ -220,11 +229,6 @@ def pause_with_work_pending(rank: int, file: str) -> None:
     memsaver.resume(TAG)
     dist.all_reduce(tensor)
     assert float(tensor) == 4
-
-
-def test_a_pause_with_work_pending_is_refused(tmp_path: Path) -> None:
-    with ranks(pause_with_work_pending, 2, str(tmp_path / "store")):
-        pass
 
 
 class Signals:
@@ -252,7 +256,8 @@ def check_open(guest: ProcessGroups, group: dist.ProcessGroup | None = None) -> 
     assert float(tensor) == dist.get_world_size(group)
 
 
-def fail_on_some_ranks(rank: int, file: str) -> None:
+@on_ranks(3)
+def test_groups_open_together_after_failures_on_some_ranks(rank: int, file: str) -> None:
     guest = begin(rank, 3, file)
     signals = Signals(rank, 3)
 
@@ -282,12 +287,9 @@ def fail_on_some_ranks(rank: int, file: str) -> None:
     check_open(guest)
 
 
-def test_groups_open_together_after_failures_on_some_ranks(tmp_path: Path) -> None:
-    with ranks(fail_on_some_ranks, 3, str(tmp_path / "store")):
-        pass
-
-
-def fail_in_the_last_group(rank: int, address: str) -> None:
+@on_ranks(2, over="tcp")
+def test_rank_that_fails_in_its_last_group_closes_the_groups_of_all_ranks(rank: int, address: str) -> None:
+    """Over a store with one connection for each process, which an opening that waits would hold."""
     guest = begin(rank, 2, address, timeout=LONG_S)
     group = dist.new_group([0, 1])
     signals = Signals(rank, 2)
@@ -313,13 +315,8 @@ def fail_in_the_last_group(rank: int, address: str) -> None:
         check_open(guest, group)
 
 
-def test_rank_that_fails_in_its_last_group_closes_the_groups_of_all_ranks() -> None:
-    """Over a store with one connection for each process, which an opening that waits would hold."""
-    with ranks(fail_in_the_last_group, 2, free_address()):
-        pass
-
-
-def end_in_the_opening(rank: int, file: str) -> None:
+@on_ranks(2, lost=[1])
+def test_a_rank_that_ends_while_groups_are_opened_is_an_error_of_the_others(rank: int, file: str) -> None:
     guest = begin(rank, 2, file, timeout=2.0)
     memsaver.pause(TAG)
     Signals(rank, 2).all_at("paused")
@@ -329,12 +326,8 @@ def end_in_the_opening(rank: int, file: str) -> None:
     resume_in_vain(guest, "the ranks 1 did not come back within 2 s")
 
 
-def test_a_rank_that_ends_while_groups_are_opened_is_an_error_of_the_others(tmp_path: Path) -> None:
-    with ranks(end_in_the_opening, 2, str(tmp_path / "store"), lost=[1]):
-        pass
-
-
-def interrupt(rank: int, file: str) -> None:
+@on_ranks(2)
+def test_interrupted_calls_can_be_repeated(rank: int, file: str) -> None:
     guest = begin(rank, 2, file, timeout=LONG_S)
     group = dist.new_group([0, 1])
     signals = Signals(rank, 2)
@@ -380,15 +373,11 @@ def interrupt(rank: int, file: str) -> None:
     check_open(guest, group)
 
 
-def test_interrupted_calls_can_be_repeated(tmp_path: Path) -> None:
-    with ranks(interrupt, 2, str(tmp_path / "store")):
-        pass
-
-
 # Groups that are made and destroyed while others are closed
 
 
-def change_groups_while_closed(rank: int, file: str) -> None:
+@on_ranks(2)
+def test_groups_are_made_and_destroyed_while_others_are_closed(rank: int, file: str) -> None:
     guest = begin(rank, 2, file, timeout=LONG_S)
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     memsaver.pause(TAG)
@@ -422,12 +411,8 @@ def change_groups_while_closed(rank: int, file: str) -> None:
         assert store.check(["decision"])  # the ranks have met in the store of this world
 
 
-def test_groups_are_made_and_destroyed_while_others_are_closed(tmp_path: Path) -> None:
-    with ranks(change_groups_while_closed, 2, str(tmp_path / "store")):
-        pass
-
-
-def reopen_groups_of_some_ranks(rank: int, file: str) -> None:
+@on_ranks(3)
+def test_ranks_without_groups_take_part(rank: int, file: str) -> None:
     """The world is of another backend. Rank 2 has no group, and the others wait for it."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  # the backend that does nothing
 
@@ -445,15 +430,11 @@ def reopen_groups_of_some_ranks(rank: int, file: str) -> None:
             check_open(guest, group)
 
 
-def test_ranks_without_groups_take_part(tmp_path: Path) -> None:
-    with ranks(reopen_groups_of_some_ranks, 3, str(tmp_path / "store")):
-        pass
-
-
 # One rank
 
 
-def be_closed(rank: int, file: str) -> None:
+@on_ranks(1)
+def test_groups_of_one_rank_are_closed_and_opened_and_the_guest_ends(rank: int, file: str) -> None:
     guest = begin(rank, 1, file)
     group = dist.new_group([0], backend="gloo", group_desc="pair")
     with pytest.raises(memsaver.Error, match="wrapped by the guest 'process groups'"):
@@ -486,7 +467,8 @@ def be_closed(rank: int, file: str) -> None:
     assert module._installed is None
 
 
-def other_backends_stay(rank: int, file: str) -> None:
+@on_ranks(1)
+def test_groups_of_other_backends_stay_open(rank: int, file: str) -> None:
     guest = ProcessGroups(TAG)  # of NCCL
     assert guest.timeout == 20  # so that the death of a rank is an error of the others within 30 s
     memsaver.register(guest)
@@ -494,9 +476,3 @@ def other_backends_stay(rank: int, file: str) -> None:
     assert type(dist.group.WORLD) is dist.ProcessGroup
     memsaver.pause(TAG)
     dist.all_reduce(torch.ones(1))
-
-
-@pytest.mark.parametrize("check", [be_closed, other_backends_stay], ids=lambda each: each.__name__)
-def test_one_rank(check: Callable[..., None], tmp_path: Path) -> None:
-    with ranks(check, 1, str(tmp_path / "store")):
-        pass
