@@ -26,7 +26,7 @@ from memsaver.errors import gib
 from tests.broker_support import APART, PATIENCE_S, Client, Local, Running, granted, is_possible
 from tests.nursery import Fork
 from tests.pool_support import Worker
-from tests.support import GIB, MIB, PAGE, Peer, descriptors, run_clean, run_program, until
+from tests.support import GIB, MIB, PAGE, descriptors, run_clean, run_program, until
 
 LARGE = 256 * MIB
 MEDIUM = 32 * MIB
@@ -336,8 +336,8 @@ def test_another_device_version_or_process_is_refused(broker: Local, monkeypatch
     assert greet(1, kind="usage", text="")[0] == greet()[0] == "malformed"
     code, text = greet(own, 5, 1)
     assert code == "pid_namespace" and f"process {me} " in text and "process 1 in its own" in text
-    with Peer() as peer:
-        peer.run(f"from tests.broker_support import Client; client = Client({str(broker.path)!r}, 77)")
+    with Fork({}, "tests.broker_support") as peer:
+        peer.run(f"client = Client({str(broker.path)!r}, 77)")
         code, text = greet(own, 77, me)
     assert code == "malformed" and str(peer.pid) in text
     for version in (own - 1, own + 1):
@@ -633,8 +633,8 @@ def test_memory_that_the_driver_keeps_is_shown_as_such(
 ) -> None:
     listed: list[int] = []
     monkeypatch.setattr(broker.loop._server.monitor, "_compute_pids", lambda: listed)
-    with Peer() as peer:
-        peer.run(f"from tests.broker_support import Client; client = Client({str(broker.path)!r})")
+    with Fork({}, "tests.broker_support") as peer:
+        peer.run(f"client = Client({str(broker.path)!r})")
         peer.run(f"chunks = client.borrow({GIB})")
         listed += [1, peer.pid]
         other = broker.client()

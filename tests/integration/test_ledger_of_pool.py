@@ -14,7 +14,7 @@ from memsaver import ledger
 from memsaver.ledger import Ledger
 from tests.broker_support import PATIENCE_S, Running
 from tests.pool_support import ForkedBroker, Worker, hold_the_gil, let_go
-from tests.support import MIB, Peer, run_python, until
+from tests.support import MIB, run_python, until
 
 MEDIUM = 32 * MIB
 Sums = dict[tuple[int | None, str, str], int]  # bytes by pid, kind and label
@@ -114,8 +114,8 @@ def test_memory_that_another_process_is_attached_to_counts_for_its_owner(
 
 
 def test_a_process_outside_of_the_pool_sees_each_byte_once(broker: Running, one: Worker) -> None:
-    with Peer(MEMSAVER_HOST_DEVICE=broker.environment["MEMSAVER_HOST_DEVICE"]) as peer:
-        peer.run("import json; region = memsaver.region('mine', device='cpu')")
+    with Worker(broker, MEMSAVER_POOL="process") as peer:
+        peer.run("region = memsaver.region('mine', device='cpu')")
         peer.run(f"handle = _core.open_driver('cpu').create({4 * MIB})")
         text = peer.run("print(json.dumps(memsaver.stats().asdict()['devices']['cpu']['ledger']))")
         found = json.loads(text)

@@ -9,21 +9,25 @@ from collections.abc import Iterator
 import pytest
 
 import memsaver
-from tests.support import MIB, PAGE, Make, Peer, blocks, free_bytes
+from tests.nursery import Fork
+from tests.support import MIB, PAGE, Make, blocks, free_bytes
+
+
+def fork(size: str) -> Fork:
+    return Fork({"MEMSAVER_HOST_DEVICE": size}, "tests.pool_support")
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    with Peer() as process:
+def peer() -> Iterator[Fork]:
+    with fork(os.environ["MEMSAVER_HOST_DEVICE"]) as process:
         yield process
 
 
-def hold(peer: Peer, nbytes: int, tag: str = "theirs", backup: str = "host") -> None:
-    peer.run(f"region = memsaver.region({tag!r}, device='cpu', backup={backup!r})")
-    peer.run(f"held = region._core.allocate_array({nbytes})")
+def hold(peer: Fork, nbytes: int, backup: str = "host") -> None:
+    peer.run(f"region = hold('theirs', {nbytes}, {backup!r}, None).region")
 
 
-def test_memory_of_one_process_is_used_in_the_other(peer: Peer) -> None:
+def test_memory_of_one_process_is_used_in_the_other(peer: Fork) -> None:
     """Also that of retained chunks, until the process releases them or is killed."""
     before = free_bytes()
     peer.run("memsaver.configure(retain='64MiB')")
@@ -39,7 +43,7 @@ def test_memory_of_one_process_is_used_in_the_other(peer: Peer) -> None:
     assert free_bytes() == before
 
 
-def test_out_of_memory_names_the_process_that_holds_it(make: Make, peer: Peer) -> None:
+def test_out_of_memory_names_the_process_that_holds_it(make: Make, peer: Fork) -> None:
     """A resume waits for its memory up to the bound."""
     region = make("host")
     held = blocks(region, [40 * MIB])
@@ -57,11 +61,11 @@ def test_out_of_memory_names_the_process_that_holds_it(make: Make, peer: Peer) -
     held[0].check()
 
 
-def test_two_processes_that_need_all_memory_take_turns(peer: Peer) -> None:
+def test_two_processes_that_need_all_memory_take_turns(peer: Fork) -> None:
     """Each asks for more than half: chunks taken one by one would leave both with half of their need."""
     size = str(200 * MIB + os.getpid() % 15 * PAGE)  # hardly that of another run beside this one
     statement = "[(region.resume(memory_timeout=60.0), region.pause()) for _ in range(20)]"
-    with Peer(MEMSAVER_HOST_DEVICE=size) as one, Peer(MEMSAVER_HOST_DEVICE=size) as two:
+    with fork(size) as one, fork(size) as two:
         for process in (one, two):
             hold(process, 120 * MIB, backup="none")
             process.run("region.pause()")

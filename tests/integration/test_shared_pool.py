@@ -21,8 +21,9 @@ from memsaver.broker import protocol
 from memsaver.broker.protocol import Message
 from memsaver.process_names import process_name
 from tests.broker_support import Broker, Local, Running
+from tests.nursery import Fork
 from tests.pool_support import SECOND_S, Worker, descriptors_of, is_whole, running, settled
-from tests.support import MIB, PAGE, Peer, fresh_device, until
+from tests.support import MIB, PAGE, fresh_device, until
 
 CAPACITY = 64 * MIB
 LARGE = 50 * MIB  # of which no two fit
@@ -552,8 +553,8 @@ def test_a_broker_that_refuses_or_sends_malformed_messages_is_left() -> None:
     """No descriptors stay, and the client searches for a broker again."""
     malformed = [Message("grant", (1,)), Message("stalled"), Message("holders")]
     with tempfile.TemporaryDirectory(prefix="ms") as directory:
-        with Peer(MEMSAVER_HOST_DEVICE=fresh_device(), MEMSAVER_POOL_DIR=directory) as worker:
-            worker.run("from tests.pool_support import *")
+        settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": directory}
+        with Fork(settings, "tests.pool_support") as worker:
             uuid = worker.run("print(_core.device_uuid('cpu'))")
             fake = FakeBroker(f"{directory}/{uuid}.sock", protocol.refusal("version", 0, "it speaks version 99"))
             worker.send("error = raised(lambda: memsaver.configure(pool='shared')); print(type(error).__name__, error)")
