@@ -120,16 +120,32 @@ def spawn(cluster: None) -> Iterator[Spawn]:
 
 
 @pytest.fixture(scope="module")
-def ranks(spawn: Spawn) -> tuple[list[Any], Any]:
-    """Two engines and a trainer with contents, all paused. Each start of an actor takes 2 s of the processor."""
+def actors(spawn: Spawn) -> list[Any]:
+    """Two engines and a trainer with contents. Each start of an actor takes 2 s of the processor."""
     device = str(DEVICE_BYTES)
-    engines = [
-        spawn(Member, device, "weights", ENGINE, 10, max_restarts=1), spawn(Hanging, device, "weights", ENGINE, 11),
-    ]  # fmt: skip
-    ray.get([each.pause.remote() for each in engines])
-    trainer = spawn(Member, device, "params", TRAINER, 20)
-    ray.get(trainer.pause.remote())
-    return engines, trainer
+    found = []
+    for kind, tag, nbytes, seed in (
+        (Member, "weights", ENGINE, 10), (Hanging, "weights", ENGINE, 11), (Member, "params", TRAINER, 20),
+    ):  # fmt: skip
+        found.append(spawn(kind, device, tag, nbytes, seed, max_restarts=1))
+        ray.get(found[-1].pause.remote())
+    return found
+
+
+@pytest.fixture
+def ranks(actors: list[Any]) -> tuple[list[Any], Any]:
+    """The engines, and the trainer. All are paused, also after a test that failed."""
+    ray.get([each.set.remote(breaks=False, folder="") for each in actors])
+    ray.get([each.pause.remote() for each in actors])
+    return actors[:2], actors[2]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Whose files let actors hang, which go on after a test that failed."""
+    yield tmp_path
+    for path in (tmp_path / "leave", tmp_path / "drain"):
+        path.unlink(missing_ok=True)
 
 
 def fails(group: Group, name: str, text: str, **options: Any) -> Any:
@@ -219,16 +235,16 @@ def test_an_async_actor_goes_on_serving(spawn: Spawn) -> None:
 
 
 def test_actors_that_hang_in_each_half_lead_to_a_report(
-    ranks: tuple[list[Any], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report_dir: Path
+    ranks: tuple[list[Any], Any], monkeypatch: pytest.MonkeyPatch, folder: Path, report_dir: Path
 ) -> None:
     monkeypatch.setattr(plan_module, "_COMPLETE_S", 0.0)
     monkeypatch.setattr(plan_module, "_ANSWER_S", 0.0)
     monkeypatch.setattr(reports, "_PARTS_S", 60.0)
     engines, _ = ranks
-    ray.get(engines[1].set.remote(folder=str(tmp_path)))
+    ray.get(engines[1].set.remote(folder=str(folder)))
     group = Group(engine=engines, phases=PHASES | {"train": {"engine": []}})
     group.enter("rollout")
-    (tmp_path / "leave").touch()
+    (folder / "leave").touch()
     error = fails(group, "none", "engine 1 could not pause 'weights': WaitTimeoutError", timeout=2.0)
     place = r"; it is in colocated_commit\(\): \w+\(\) at .*\.py:\d+; the pause of 'weights' has been in "
     assert re.search(place, str(error)), error
@@ -239,16 +255,16 @@ def test_actors_that_hang_in_each_half_lead_to_a_report(
     assert zero.startswith("engine 0 ==\nit answers") and "pause 'weights': done" in zero
     assert one.startswith("engine 1 ==\nit is in colocated_commit()") and "in hang\n" in one
     fails(group, "none", "engine 1 has not answered a call of an earlier turn", timeout=2.0)
-    (tmp_path / "leave").unlink()
+    (folder / "leave").unlink()
     until(lambda: look(*engines) == ["paused", "paused"])
     group.enter("rollout", timeout=60.0)
 
-    (tmp_path / "drain").touch()
+    (folder / "drain").touch()
     error = fails(group, "none", "engine 1 could not prepare to pause 'weights'", timeout=2.0)
     place = r"; it is in colocated_prepare\(\): hang\(\) at test_ray\.py:\d+; report: "
     assert re.search(place, str(error)), error
     assert "in colocated_drain\n" in Path(error.report).read_text()
-    (tmp_path / "drain").unlink()
+    (folder / "drain").unlink()
     assert look(*engines) == ["active", "active"]  # the actor has taken its preparation back
     group.enter("none", timeout=60.0)
 
