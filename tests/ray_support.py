@@ -53,7 +53,7 @@ class Member(Colocated):
 
     def do(self, what: str) -> Any:
         """Evaluates an expression, in which the actor is `self`."""
-        return eval(what, {"self": self, "Buffer": Buffer, "memsaver": memsaver, "os": os})
+        return eval(what, {"self": self, "memsaver": memsaver})
 
     def set(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)

@@ -289,27 +289,6 @@ def test_the_actors_of_a_ray_job_use_its_broker_by_runtime_env(spawn: Spawn) -> 
     shutil.rmtree(pools)
 
 
-def test_actors_with_equal_contents_keep_one_copy_and_one_that_differs_is_named(
-    ranks: tuple[list[Any], Any],
-) -> None:
-    actors = [*ranks[0], ranks[1]]
-    made = f"self.set(reference=Buffer('reference', {20 * MIB}, same_as='model of actors on {DEVICE_BYTES}'))"
-    ray.get([each.do.remote(made) for each in actors])
-    ray.get([each.do.remote("self.reference.fill(1)") for each in actors])
-    group = Group(engine=actors, phases={"score": {"engine": ["reference"]}, "train": {}})
-    ray.get(actors[1].do.remote("self.reference.array.__setitem__(9 << 20, ~self.reference.array[9 << 20])"))
-    error = fails(group, "train", r"in block 1 .* differ from the others; nothing has changed")
-    found: Any = error.__cause__
-    assert isinstance(found, memsaver.SameError)
-    assert [pid for pid, _, _ in found.processes] == [ray.get(actors[1].do.remote("os.getpid()"))]
-    ray.get(actors[1].do.remote("self.reference.fill(1)"))
-    turn = group.enter("train")
-    assert sorted(each.copied_bytes for each in turn.paused["engine"]) == [4 * MIB, 8 * MIB, 8 * MIB]
-    group.enter("score")
-    assert ray.get([each.do.remote("self.reference.holds(1)") for each in actors]) == [True] * 3
-    group.enter("train")
-
-
 def test_an_actor_exports_its_figures_to_ray(ranks: tuple[list[Any], Any]) -> None:
     text = "[__import__('memsaver.metrics').metrics.export_to_ray(), memsaver.metrics._gauges][1]"
     gauges = ray.get(ranks[0][0].do.remote(text))
