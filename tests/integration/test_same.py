@@ -146,7 +146,7 @@ def test_two_processes_that_differ_are_both_named(start: Start) -> None:
     other.run("held.pop().free()")
     resume_and_check([one])
     one.run("held[1].free(); del held[1]; held[0].fill(3); region.pause()")
-    other.run("held[0].fill(3); error = raised(region.pause); assert error.block == 2, error.block")
+    other.run("held[0].fill(3); error = raised(region.pause); assert repickled(error).block == 2")
 
 
 def test_processes_that_are_killed_take_nothing_from_the_others(start: Start) -> None:
