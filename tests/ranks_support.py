@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 from tests.nursery import Fork
+from tests.support import ENDED
 
 
 @contextmanager
@@ -30,12 +31,10 @@ def ranks(
         for rank, each in enumerate(found):
             try:
                 each.answer()
-                is_lost = False
+                assert rank not in lost, "it has not ended"
             except (AssertionError, TimeoutError) as error:
-                is_lost = not each.is_there() and str(error) == "the process ended: "
-                if not (is_lost and rank in lost):
+                if rank not in lost or str(error) != ENDED:
                     errors.append(f"rank {rank}: {error}")
-            assert is_lost or rank not in lost, f"rank {rank} has not ended"
         assert not errors, "\n".join(errors)
 
 

@@ -372,6 +372,9 @@ def run_clean(source: str, **changes: str) -> str:
     return done.stdout
 
 
+ENDED = "the process ended: "
+
+
 class Remote:
     """Another process, which runs one statement at a time and returns its output."""
 
@@ -388,7 +391,7 @@ class Remote:
             if line == "<done>\n":
                 return "".join(lines).strip()
             lines.append(line)
-        raise AssertionError("the process ended: " + "".join(lines))
+        raise AssertionError(ENDED + "".join(lines))
 
     def run(self, statement: str) -> str:
         self.send(statement)
