@@ -34,6 +34,7 @@ from examples.colocate.model import EngineWeights, parameter_shapes  # noqa: E40
 from examples.colocate.model.folder import load_config  # noqa: E402
 from examples.colocate.rollout import HungError, answers  # noqa: E402
 from tests.examples.model_support import save_model, save_tokenizer  # noqa: E402
+from tests.ray_nursery import forked_workers  # noqa: E402
 from tests.support import fresh_device  # noqa: E402
 
 # One rank of a model is a trainer's, or an engine's of two.
@@ -45,15 +46,23 @@ RUN = (
 KINDS = ("Qwen3", "Qwen2") if os.environ.get("MEMSAVER_TEST_MODELS") == "all" else ("Qwen3",)
 
 
+# Of the actors. Those of Ray's own are imported by each of them.
+MODULES = (
+    *("examples.colocate.engine", "examples.colocate.trainer.trainer", "torch._dynamo"),
+    *("transformers.generation", "transformers.models.qwen3.modeling_qwen3"),
+)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         patch.setenv("MEMSAVER_HOST_DEVICE", fresh_device())  # of actors that choose none
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR")
-    yield
-    ray.shutdown()
+        with forked_workers(*MODULES):
+            ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR")
+            yield
+            ray.shutdown()
 
 
 @dataclass
