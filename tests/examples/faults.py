@@ -205,16 +205,6 @@ FAULTS = [
         check="the engines' memory is free",
     ),
     Fault(
-        "moments_zeroed_on_the_way_out",
-        "Adam's second moments are zero when the trainer comes back",
-        "examples/colocate/loop.py",
-        "        self.sent = ()\n",
-        "        self.sent = ()\n"
-        "        if self.trainer.memory.optimizer.state == 'active':\n"
-        "            [state['exp_avg_sq'].zero_() for state in self.trainer.optimizer.state.values()]\n",
-        check="parameters and moments outlast a pause",
-    ),
-    Fault(
         "parameters_zeroed_on_the_way_out",
         "a parameter of the trainer is zero when it comes back",
         "examples/colocate/loop.py",

@@ -28,7 +28,6 @@ from examples.colocate.checks.recovery import RecoverableLoop  # noqa: E402
 from examples.colocate.engine import EngineConfig  # noqa: E402
 from examples.colocate.engine.block_manager import BlockManager  # noqa: E402
 from examples.colocate.options import parse  # noqa: E402
-from examples.colocate.recipes import RECIPES  # noqa: E402
 from examples.colocate.trainer.interface import NonFiniteError, Sample  # noqa: E402
 from memsaver import regions  # noqa: E402
 from memsaver.config import parse_size  # noqa: E402
@@ -82,7 +81,7 @@ def run(imports: None, monkeypatch: Patch) -> Iterator[Run]:
 
     def run(*arguments: str, **recipe: Any) -> LocalLoop:
         options, chosen, task = parse(["--device", "cpu", "--recipe", "tiny", *arguments])
-        if chosen.warm_up_steps == RECIPES["tiny"].warm_up_steps:  # hardly a completion is right
+        if chosen.warm_up_steps:  # of arithmetic: hardly a completion is right
             task.reward = lambda fields, text: text.count("1") / max(1, len(text))
         options.host_device = DEVICE_BYTES
         close(made)
@@ -135,11 +134,8 @@ HONEST = {
 }
 
 
-def test_an_honest_run_passes_its_checks(run: Run) -> None:
-    assert dict(run().passed) == HONEST
-
-
-def test_late_moments_give_the_same_weights_and_are_not_copied_in_turns(run: Run, tmp_path: Path) -> None:
+def test_an_honest_run_passes_its_checks_also_with_late_moments(run: Run, tmp_path: Path) -> None:
+    """Which give the same weights, and are not copied in turns."""
     moved, written = list[Any](), list[Any]()
     for number, arguments in enumerate(((), ("--late",))):
         loop = run(*arguments, "--log", str(log := tmp_path / str(number)))
@@ -155,11 +151,8 @@ def test_late_moments_give_the_same_weights_and_are_not_copied_in_turns(run: Run
 
 @pytest.mark.parametrize("saver", ["resident", "to-cpu"])
 def test_the_checks_hold_with_each_saver(run: Run, saver: str) -> None:
-    found, void = (
-        run("--memory", saver),
-        {"resident": "the engines' memory is free", "to-cpu": "addresses are the same"},
-    )
-    assert found.passed == {name: count for name, count in HONEST.items() if name != void[saver]}
+    void = {"resident": "the engines' memory is free", "to-cpu": "addresses are the same"}
+    assert run("--memory", saver).passed == {name: count for name, count in HONEST.items() if name != void[saver]}
 
 
 def test_what_savers_need(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +169,7 @@ def test_what_savers_need(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_wrong_change_ends_the_run(run: Run, monkeypatch: Patch, fault: Fault) -> None:
     fault.plant(monkeypatch)
     with pytest.raises((CheckError, memsaver.Error), match=f"{fault.check}: "):
-        run(*fault.arguments)
+        run(*fault.arguments, warm_up_steps=1)
 
 
 @pytest.mark.parametrize("name", ["prefix_hit_tokens", "preemptions"])
@@ -184,7 +177,7 @@ def test_a_run_without_its_pressure_is_void(run: Run, monkeypatch: Patch, name: 
     if name == "prefix_hit_tokens":
         monkeypatch.setattr(BlockManager, "publish", lambda *given: None)
     with pytest.raises(CheckError, match=f"{name} above zero: they are 0"):
-        run(kv_blocks=1000 if name == "preemptions" else 64)
+        run("--steps", "1", kv_blocks=1000 if name == "preemptions" else 64)
 
 
 def test_a_step_that_is_not_finite_ends_the_run(run: Run, monkeypatch: Patch) -> None:
@@ -206,8 +199,8 @@ def test_zero_advantages_leave_the_weights_as_they_are(run: Run, monkeypatch: Pa
         written.append(self._written)  # checksums
 
     monkeypatch.setattr(CheckedLoop, "write_weights", recorded)
-    loop = run("--zero-advantages")
-    assert len(written) == 3 and written[1] == written[2] == written[0]
+    loop = run("--zero-advantages", "--steps", "1")
+    assert len(written) == 2 and written[1] == written[0]
     rewards = loop.rollouts.held_out_rewards()
     assert rewards == loop.warm and verdict(loop.warm, rewards)[0] is False
 
@@ -220,27 +213,24 @@ def test_a_verdict_counts_in_standard_errors() -> None:
     assert not learned and "0.500 -> 0.000, -0.500 with a standard error of 0.050: NOT learned" in text
 
 
-@pytest.mark.parametrize("rate", [1e-2, -1e-2])
-def test_a_run_learns_and_one_of_the_wrong_sign_does_not(run: Run, rate: float) -> None:
-    loop = run("--steps", "5", "--prompts", "16", group=8, rate=rate)
-    assert verdict(loop.warm, loop.rollouts.held_out_rewards())[0] == (rate > 0)
+def test_a_run_learns(run: Run) -> None:
+    loop = run("--steps", "5", "--prompts", "16", group=8, rate=1e-2)
+    assert verdict(loop.warm, loop.rollouts.held_out_rewards())[0]
 
 
-@pytest.mark.parametrize("kind", ["Qwen3", "Qwen2"])
-def test_a_model_of_a_folder_runs_with_the_users_prompts(run: Run, tmp_path: Path, kind: str) -> None:
-    """bf16 on both sides. The model is random: the reward is for any completion that ends."""
+def test_a_model_of_a_folder_runs_with_the_users_prompts(run: Run, tmp_path: Path) -> None:
+    """bf16 on both sides. The model is random: the reward is for any completion that ends. `test_loop` has a Qwen3."""
     words = ["<eos>", *"0123456789+=?"]
     save_tokenizer(tmp_path, words)
-    save_model(tmp_path, kind, vocab_size=len(words), max_position_embeddings=64, head_dim=8)
+    save_model(tmp_path, "Qwen2", vocab_size=len(words), max_position_embeddings=64, head_dim=8)
     (tmp_path / "prompts").write_text("\n".join(f'{{"prompt": "{a}+{b}="}}' for a in range(9) for b in range(9)))
     (tmp_path / "reward.py").write_text("def reward(fields, text): return 1 - len(text) / 16")
     task = ("--task", str(tmp_path / "prompts"), "--reward", str(tmp_path / "reward.py"), "--held-out", "9")
     log = tmp_path / "log"
-    sizes = ("--steps", "3", "--rate", "1e-3", "--prompts", "8", "--max-new-tokens", "16", "--log", str(log))
-    loop = run(
-        "--model", str(tmp_path), *task, *sizes, engine=EngineConfig(max_batch_size=16, block_size=2), kv_blocks=80
-    )
+    sizes = ("--steps", "2", "--rate", "1e-3", "--prompts", "4", "--max-new-tokens", "16", "--log", str(log))
+    engine = EngineConfig(max_batch_size=16, block_size=2)
+    loop = run("--model", str(tmp_path), *task, *sizes, engine=engine, kv_blocks=80, group=4)
     assert loop.recipe.model.dtype == loop.recipe.trainer.dtype == torch.bfloat16
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     gaps = [line["gap"] for line in lines if "gap" in line]  # in fp32 they are nearly zero
-    assert loop.passed["weights are the trainer's"] == 4 and len(gaps) == 3 and min(gaps) > 1e-6
+    assert loop.passed["weights are the trainer's"] == 3 and len(gaps) == 2 and min(gaps) > 1e-6
