@@ -134,8 +134,8 @@ HONEST = {
 }
 
 
-def test_an_honest_run_passes_its_checks_also_with_late_moments(run: Run, tmp_path: Path) -> None:
-    """Which give the same weights, and are not copied in turns."""
+def test_an_honest_run_passes_its_checks(run: Run, tmp_path: Path) -> None:
+    """Late moments give the same weights, and are not copied in turns."""
     moved, written = list[Any](), list[Any]()
     for number, arguments in enumerate(((), ("--late",))):
         loop = run(*arguments, "--log", str(log := tmp_path / str(number)))

@@ -64,7 +64,7 @@ def test_all_permanent_tensors_of_the_trainer_are_in_its_regions(trainer: Traine
 
 def test_addresses_and_contents_outlive_steps_and_pauses(trainer: Trainer) -> None:
     before, held = addresses(trainer), memsaver.region("params", "cpu", "host").allocated_bytes
-    for step in range(3):
+    for step in range(2):
         trainer.warm_up(samples(seed=step), 1e-3)
         sums, (expected, _) = trainer.checksums(), trainer.recompute(samples())
         memsaver.pause(TAGS)
@@ -100,11 +100,10 @@ def test_gradients_from_before_a_step_are_ignored(trainer: Trainer) -> None:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "rows of one sequence": {"micro_batch_tokens": 1},
-    "rows of two or three": {"micro_batch_tokens": 20},
-    "chunks of logits": {"logit_chunk": 3},
-    "layers computed again": {"checkpoint_layers": True},
-    "all": {"micro_batch_tokens": 20, "checkpoint_layers": True, "logit_chunk": 2},
-}
+    "rows of two or three, chunks of logits, layers computed again": {
+        "micro_batch_tokens": 20, "checkpoint_layers": True, "logit_chunk": 2,
+    },
+}  # fmt: skip
 
 
 def three_steps(config: TrainerConfig, given: list[Sample], model: ModelConfig = MODEL) -> tuple[list[float], Trainer]:
