@@ -31,9 +31,10 @@ def forked_workers(*modules: str) -> Iterator[None]:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/nursery")
             listener.listen(100)
-            command = [sys.executable, "-c", f"from tests.ray_nursery import nurse; nurse({listener.fileno()}, {modules})"]
-            settings = {"stdin": subprocess.PIPE, "pass_fds": [listener.fileno()], "cwd": Path(__file__).parents[1]}
-            nursery = subprocess.Popen(command, **settings)
+            file = listener.fileno()
+            command = [sys.executable, "-c", f"from tests.ray_nursery import nurse; nurse({file}, {modules})"]
+            root = Path(__file__).parents[1]
+            nursery = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[file], cwd=root)
         with nursery:  # its end closes the pipe, which ends the process
             yield
 
@@ -52,7 +53,7 @@ def nurse(file: int, modules: tuple[str, ...]) -> None:
     gc.freeze()  # a collection in a worker would copy the pages of all of torch's objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listener = socket.socket(fileno=file)
-    while 0 not in select.select([0, listener], [], [])[0]:
+    while 0 not in select.select([0, file], [], [])[0]:
         channel, _ = listener.accept()
         if not os.fork():
             listener.close()

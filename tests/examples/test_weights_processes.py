@@ -38,6 +38,8 @@ MODEL = ModelConfig(
     qk_norm=False,
     qkv_bias=True,
 )
+
+
 def test_one_and_two_ranks_write_the_weights_of_their_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,7 +63,8 @@ def engine_side(rank: int, meeting: str, folder: Path, store: Any) -> None:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     engines = [engine(Parallel(dist.group.WORLD)), engine(ONE_RANK)]
     for step in range(3):
-        store.set(f"tokens {step} {rank}", pickle.dumps([(each.share_weights(), each.weight_layout) for each in engines]))
+        shared = [(each.share_weights(), each.weight_layout) for each in engines]
+        store.set(f"tokens {step} {rank}", pickle.dumps(shared))
         store.wait([f"saved {step}"])
         full, *checksums = torch.load(folder / str(step))
         for _ in range(2):
