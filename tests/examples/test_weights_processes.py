@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ def test_one_and_two_ranks_write_the_weights_of_their_checkpoint(
 def side(number: int, meetings: list[str], folder: Path) -> None:
     torch.set_num_threads(1)
     role, rank = divmod(number, 2)
-    (engine_side, trainer_side)[role](rank, meetings[role], folder, dist.FileStore(str(folder / "store"), 4))
+    store = dist.FileStore(str(folder / "store"), 4)
+    store.set_timeout(timedelta(seconds=40))  # for a process that has failed
+    (engine_side, trainer_side)[role](rank, meetings[role], folder, store)
 
 
 def engine_side(rank: int, meeting: str, folder: Path, store: Any) -> None:
