@@ -6,11 +6,11 @@
 # make test-torch  the tests of tests/torch_cuda, which run torch's CUDA wheels without a GPU; it downloads them once, 1 to
 #                2 GB each. VERSIONS="2.11.0 2.13.0" chooses them
 # make cpptest   the C++ tests of the library without Python; ARGS="-tc=layout*": for doctest
-# make sanitize  the same under the address, undefined-behaviour and thread sanitizers
+# make sanitize  the same under the address, undefined-behaviour and thread sanitizers; a warning of the compiler is an error
 # make mutants   makes small wrong changes of the core and of Python, and checks that tests find each.  ARGS=name: one of
 #                them; ARGS=python or ARGS=core: all of them
 # make stubs     memsaver/_core.pyi, the types of the compiled core, which the build makes; `make lint` makes it first
-# make lint      style, types, layers and format of Python and C++; warnings of each C++ source, compiled alone
+# make lint      style, types, layers and format of Python and C++
 # make wheel     builds the wheels of this architecture in dist/ with g++. Runs the quick start from each without a
 #                compiler, and tests of tests/torch_cuda with the versions of WHEEL_VERSIONS.
 #                WHEEL_PYTHONS="python3.11 python3.12 python3.13": the interpreters; 3.12 builds for all that are newer
@@ -48,9 +48,6 @@ CORE := pyproject.toml CMakeLists.txt $(wildcard csrc/*/*)
 CMAKE ?= $(or $(shell command -v cmake),.venv/bin/cmake)
 CPP_OPTIONS := -DMEMSAVER_PYTHON=OFF -DMEMSAVER_TESTS=ON -DCMAKE_BUILD_TYPE=Debug "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -g1"
 CPP_JOBS := $(shell nproc)
-# The build joins the sources of a folder, which hides an include that is missing. So each is compiled alone as well, but
-# for those that need nanobind. All headers of the system are compiled once: they take most of the time.
-ALONE := $(filter-out csrc/bindings/%,$(wildcard csrc/*/*.cpp))
 # Address space layouts of newer kernels are too random for some thread sanitizers.
 UNSHUFFLED := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 
@@ -98,7 +95,7 @@ sanitize: build/cpp/address build/cpp/thread
 	$(UNSHUFFLED) build/cpp/thread/memsaver_tests $(ARGS)
 
 .PHONY: build/cpp/plain build/cpp/address build/cpp/thread
-build/cpp/address: CPP_SANITIZE := -DMEMSAVER_SANITIZE=address,undefined
+build/cpp/address: CPP_SANITIZE := -DMEMSAVER_SANITIZE=address,undefined -DCMAKE_COMPILE_WARNING_AS_ERROR=ON
 build/cpp/thread: CPP_SANITIZE := -DMEMSAVER_SANITIZE=thread
 build/cpp/plain build/cpp/address build/cpp/thread:
 	$(CMAKE) -S . -B $@ $(CPP_OPTIONS) $(CPP_SANITIZE) --log-level=NOTICE
@@ -112,12 +109,6 @@ lint: $(LINTERS) stubs
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(LINT_IMPORTS) --no-cache --no-logo
-	@echo "each C++ source alone, warnings are errors"
-	@mkdir -p build && grep -hoE '^#include <[a-z_/.]+>' $(filter-out csrc/bindings/%,$(wildcard csrc/*/*.h csrc/*/*.cpp)) | \
-	  sort -u >build/system.h
-	@$(CXX) -std=c++20 -x c++-header build/system.h -o build/system.h.gch
-	@printf '%s\n' $(ALONE) | xargs -P $(CPP_JOBS) -I{} \
-	  $(CXX) -std=c++20 -include build/system.h -fsyntax-only -Wall -Wextra -Wshadow -Werror -Icsrc {}
 	$(CLANG_FORMAT) --dry-run -Werror csrc/*/*.[ch] csrc/*/*.cpp tests/cpp/* tests/device/*
 
 wheel:
