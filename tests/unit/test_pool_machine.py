@@ -152,7 +152,7 @@ class Books:
             writers = self.bytes_of.setdefault(chunk, set())
             if writers <= {client.client.id} and chunk not in self.uncertain:
                 assert not flags & FOREIGN, "a chunk is to be zeroed without a reason"
-            elif not writers <= {client.client.id}:
+            else:
                 assert flags & FOREIGN, "a client is not told of the bytes of another one"
             writers.add(client.client.id)
             (client.foreign.add if flags & FOREIGN else client.foreign.discard)(chunk)
@@ -198,8 +198,9 @@ class Books:
 
     def come_again(self, number: int, lost: set[int], brought: list[int]) -> None:
         """Brings most of its chunks, and chunks of an earlier broker."""
+        self.disconnect(number)
         client = self.clients.get(number)
-        if client is None or client.connected:
+        if client is None:
             return
         client.client.connection = cast(Connection, object())
         client.connected = True
