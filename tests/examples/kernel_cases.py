@@ -17,7 +17,7 @@ from examples.colocate.model.layers import rotary_tables
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 PAGED_CASES: dict[str, tuple[str, int, int, int, int, list[int]]] = {
     # name: dtype, query heads, kv heads, head dimension, tokens in a block, lengths
-    "grouped": ("fp32", 4, 2, 32, 16, [0, 1, 16, 17, 40]),
+    "grouped": ("fp32", 4, 2, 32, 16, [0, 1, 16, 17, 56]),
     "one head each": ("fp32", 2, 2, 16, 8, [33, 0, 7]),
     "one kv head": ("fp32", 6, 1, 64, 4, [5, 70]),
     "odd sizes": ("fp32", 3, 1, 24, 5, [1, 12, 0]),
