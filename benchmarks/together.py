@@ -48,8 +48,7 @@ def options(parser: Options) -> None:
 def measure(run: Run) -> None:
     gpus = visible_gpus() if run.device != "cpu" else 2
     several = run.options.processes or gpus
-    nbytes = int(run.options.gib * GIB)
-    work = Work(max(1, nbytes // (64 * MIB)), min(nbytes, 64 * MIB))
+    work = Work(max(1, int(run.options.gib * GIB) // (64 * MIB)), min(int(run.options.gib * GIB), 64 * MIB))
     host_bytes = several * 2 * (work.total + min(work.total, FOOTPRINT))
     run.say(f"{several} processes, {size(work.total)} out and in, {size(host_bytes)} of host memory")
     if several > 1:
