@@ -6,7 +6,7 @@
 # make test-torch  the tests of tests/torch_cuda, which run torch's CUDA wheels without a GPU; it downloads them once, 1 to
 #                2 GB each. VERSIONS="2.11.0 2.13.0" chooses them
 # make cpptest   the C++ tests of the library without Python; ARGS="-tc=layout*": for doctest
-# make sanitize  the same under the address, undefined-behaviour and thread sanitizers; a warning of the compiler is an error
+# make sanitize  the same under the address, undefined-behaviour and thread sanitizers; the compiler's warnings are errors
 # make mutants   makes small wrong changes of the core and of Python, and checks that tests find each.  ARGS=name: one of
 #                them; ARGS=python or ARGS=core: all of them
 # make stubs     memsaver/_core.pyi, the types of the compiled core, which the build makes; `make lint` makes it first

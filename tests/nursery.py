@@ -97,9 +97,8 @@ def _nursery() -> Nursery:
 
 def nurse(file: int) -> None:
     """The process that is forked."""
-    import torch._dynamo  # which the first step of an optimizer imports, for 1.5 s  # noqa: F401
-
     import memsaver._torch.ipc.patches  # noqa: F401
+    import tests.preloaded  # noqa: F401
 
     random_bytes(207 * MIB)  # which a fork then need not make
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no test reads their exit status

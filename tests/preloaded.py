@@ -1,5 +1,5 @@
-"""The last module that the server of test processes imports: it loads torch, and excludes torch's objects from garbage
-collections. A collection in a forked process would copy the pages of these objects.
+"""The last module that a process imports before tests fork the process. The module loads torch, and excludes torch's
+objects from garbage collections: a collection in a forked process would copy the pages of these objects.
 """
 
 import gc

@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 _FORK = "ignore:This process (pid=:DeprecationWarning"
 
 Make = Callable[..., memsaver.Region]  # the fixture `make`
+# Random tests make so many new sequences in the place of their fixed ones.
+EXPLORED = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
 
 _counter = itertools.count()
 
@@ -81,6 +83,7 @@ class Block:
     def check(self) -> None:
         """The address has not changed, and the contents are the written ones."""
         assert self.tensor.data_ptr() == self.address
+        assert len(self.expected) == self.nbytes
         assert holds(self.address, self.expected), f"{self.nbytes} bytes at {self.address:#x} differ"
 
 
@@ -330,15 +333,14 @@ class Hooks:
 
 
 def exploration(examples: int, steps: int) -> settings:
-    """So many fixed sequences of a state machine. MEMSAVER_TEST_EXPLORE=2000: that many new ones instead."""
+    """So many fixed sequences of a state machine, or EXPLORED new ones."""
     from hypothesis import HealthCheck, Phase, settings
 
-    explored = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
     return settings(
-        max_examples=explored or examples,
+        max_examples=EXPLORED or examples,
         stateful_step_count=steps,
         deadline=None,
-        derandomize=not explored,
+        derandomize=not EXPLORED,
         database=None,
         report_multiple_bugs=False,
         phases=[Phase.generate, Phase.shrink],

@@ -114,7 +114,7 @@ def changed(program: str, difference: str) -> str:
 
 
 def prepare(folder: str) -> None:
-    """In another process, which the loops are forks of: it imports what both use."""
+    """Write the model, and import the libraries of both loops. Both loops are forks of the process that calls this."""
     save_model(Path(folder, "model"), "Qwen3", vocab_size=12, head_dim=8)
     save_tokenizer(Path(folder, "model"), list("e0123456789?"))
     os.chdir(folder)

@@ -48,7 +48,7 @@ KINDS = ("Qwen3", "Qwen2") if os.environ.get("MEMSAVER_TEST_MODELS") == "all" el
 
 # Of the actors. Those of Ray's own are imported by each of them.
 MODULES = (
-    *("examples.colocate.engine", "examples.colocate.trainer.trainer", "torch._dynamo"),
+    *("examples.colocate.engine", "examples.colocate.trainer.trainer"),
     *("transformers.generation", "transformers.models.qwen3.modeling_qwen3"),
 )
 

@@ -1,4 +1,6 @@
-"""The examples of one file print what they should and succeed. Two run in forks of one with torch."""
+"""Each example of one file succeeds and prints the expected lines. Two of the examples run in forks of a process with
+torch.
+"""
 
 from __future__ import annotations
 

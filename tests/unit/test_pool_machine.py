@@ -7,7 +7,6 @@ The model sees the messages to clients: grants, the ends of demands, and drops. 
 from __future__ import annotations
 
 import itertools
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from memsaver.broker.protocol import FOREIGN, HAS_DESCRIPTOR, MalformedError
 from memsaver.broker.queue import OverCapacityError
 from memsaver.broker.server import Connection
 from tests.broker_support import PLENTY, CountedMemory, made
+from tests.support import EXPLORED
 
 GIB, LARGE, MEDIUM, SMALL = CLASSES
 CAPACITY = GIB + LARGE + 4 * MEDIUM
@@ -420,9 +420,8 @@ RULES: dict[str, list[Callable[[random.Random], Any]]] = {
 
 
 def test_the_pool_agrees_with_the_messages_to_clients() -> None:
-    explored = int(os.environ.get("MEMSAVER_TEST_EXPLORE", "0"))
-    for sequence in range(explored or SEQUENCES):
-        seed = random.getrandbits(64) if explored else sequence
+    for sequence in range(EXPLORED or SEQUENCES):
+        seed = random.getrandbits(64) if EXPLORED else sequence
         with pytest.MonkeyPatch.context() as patch:
             try:
                 Books(seed, patch).run()
