@@ -39,7 +39,7 @@ class Transition:
     Attributes:
         paused: Tags of the regions that were active and are paused, and those of the guests that left.
         resumed: Tags of the regions that were paused and are active, and those of the guests that came back.
-        released_bytes: Device memory that was released.
+        released_bytes: Device memory that was released, without free blocks of torch's default pool.
         restored_bytes: Device memory that was mapped.
         copied_bytes: Contents that were copied, in both directions together.
         seconds: Duration, the waits for the device and for memory and the time of guests included.
