@@ -242,10 +242,13 @@ void CommonMemory::rely(std::size_t bytes, const std::vector<Sum>& sums, Deadlin
       if (needed > head_->made) {
         const std::size_t more = needed - head_->made;
         arena_.reserve(more);
+        if (::ftruncate(memory_->get(), static_cast<off_t>(kTable + needed)) != 0) {
+          const int why = errno;
+          arena_.unreserve(more);
+          throw error(std::string("the file in memory cannot grow: ") + std::strerror(why));
+        }
         reserved_ += more;
-        head_->made = needed;
-        if (::ftruncate(memory_->get(), static_cast<off_t>(kTable + needed)) != 0)
-          throw error(std::string("the file in memory cannot grow: ") + std::strerror(errno));
+        head_->made = needed;  // after the file has grown: memory beyond its end ends a process that touches it
       }
       if (others.none()) begin_epoch(bytes, sums);
       row.relies = head_->epoch.load();

@@ -13,7 +13,7 @@ import memsaver
 from memsaver._torch import checksums
 from memsaver._torch.checksums import block_sums
 from tests import controls
-from tests.support import KIB, MIB, Make, Sweep, blocks, check, host_held_bytes, sparse_blocks
+from tests.support import KIB, MIB, Make, Sweep, blocks, check, host_held_bytes, run_clean, sparse_blocks
 
 BLOCK = 8 * MIB
 ROWS = 64 * KIB  # of a smaller block
@@ -142,6 +142,29 @@ def test_other_policies_and_failures_of_a_pause(make: Make, tag: str, tmp_path: 
     assert region._common.leave() == BLOCK  # also while the traceback lives
     assert raised.value.regions == (region.tag, other.tag)
     check(held)
+
+
+def test_a_file_that_could_not_grow_grows_in_the_next_pause(tmp_path: Path) -> None:
+    """In a process of its own: a touch of memory beyond the end of the file would end it."""
+    source = """
+        import resource, memsaver
+        from tests.support import MIB, Block
+        region = memsaver.region("weights", device="cpu", backup="host", same_as="weights")
+        block = Block(region, 20 * MIB)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10 * MIB, hard))
+        try:
+            region.pause()
+        except memsaver.Error as error:
+            print(error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        memsaver.configure(host_limit=24 * MIB)  # the failed call holds none of it
+        region.pause()
+        region.resume()
+        block.check()
+    """
+    printed = run_clean(source, MEMSAVER_POOL_DIR=str(tmp_path / "pools"))
+    assert printed.endswith("the file in memory cannot grow: File too large\n")
 
 
 def test_wrong_arguments(make: Make, tag: str) -> None:
