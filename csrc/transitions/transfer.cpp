@@ -412,7 +412,10 @@ void Transfer::let_go(Leaving& leaving) {
     } catch (...) {
       if (!refused_) refused_ = std::current_exception();
     }
-    for (Chunk& chunk : freed) hand_on(std::move(chunk));
+    for (Chunk& chunk : freed) {
+      moved_.released_bytes += chunk.size();
+      if (!leaving.region->one_handle) hand_on(std::move(chunk));
+    }
   }
   if (const auto error = leaving.region->unmap(leaving.offers, nullptr); error && !refused_)
     refused_ = std::make_exception_ptr(*error);
@@ -422,7 +425,6 @@ void Transfer::let_go(Leaving& leaving) {
 }
 
 void Transfer::hand_on(Chunk chunk) {
-  moved_.released_bytes += chunk.size();
   auto& places = waiting_[chunk.size()];
   if (failed_ || places.empty()) return;  // back to its source
   Place& place = *places.front();

@@ -82,6 +82,26 @@ def test_a_switch_hands_chunks_from_region_to_region(make: Make) -> None:
     del incoming, outgoing
 
 
+def test_the_handle_of_a_segment_goes_to_no_other_region(make: Make) -> None:
+    """Libraries that have registered it may still write to its memory."""
+
+    def handle_of(block: Block) -> int:
+        core = block.region._core
+        [(_, _, handle)] = _core.lend(core, (block.address, block.nbytes), core.residence, 1, os.getpid())
+        _core.end_lease(core, 1)
+        return int(handle)
+
+    whole, other, back = make("host", one_handle=True), make("host"), make("host")
+    held = [Block(region, 32 * MIB, seed) for seed, region in enumerate((whole, other, back))]
+    back.pause()
+    handle = handle_of(held[1])
+    done = memsaver.switch(pause=[whole, other], resume=[back])
+    assert (handle_of(held[2]), done.released_bytes) == (handle, 64 * MIB)
+    held[2].check()
+    memsaver.resume([whole, other])
+    check(held)
+
+
 # Out of memory, and waiting for it
 
 
