@@ -101,8 +101,8 @@ class Driver : Immovable {
   }
   void unmap(Address address, std::size_t size) { make("cuMemUnmap", api_.cuMemUnmap, address, size); }
   // Whether a chunk is mapped at this address. Independent of the results of the calls above, which may report errors
-  // of other work.
-  bool is_mapped(Address address);
+  // of other work. True if it cannot be known.
+  bool is_mapped(Address address) noexcept;
 
   // Peers: other devices with access to this device's mappings. peer_candidates(): devices on which the process has an
   // active context now. use_peers(): from here on allow() gives these candidates access too, and record() and

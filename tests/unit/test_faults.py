@@ -29,6 +29,7 @@ from tests.support import (
     fast_directory,
     free_bytes,
     host_used_bytes,
+    run_clean,
     use_device,
 )
 
@@ -274,3 +275,36 @@ def test_a_resume_without_descriptors_leaves_the_region_paused(make: Make, ledge
     held[0].check()
     held.clear()
     ledger.check()
+
+
+def test_a_check_of_a_mapping_that_fails_as_well_ends_no_process() -> None:
+    source = """
+        import memsaver
+        from tests import controls
+        from tests.support import MIB, blocks, check
+        region = memsaver.region("a", device="cpu", backup="host")
+        held = blocks(region, [34 * MIB, 100])
+        controls.fail("cuMemUnmap", 1)
+        controls.fail("cuMemRelease", 1)
+        try:
+            region.pause(lazy=True)
+        except memsaver.DriverError as error:
+            assert (error.call, region.state) == ("cuMemUnmap", "paused")
+        region.resume()
+        check(held)
+        # A context that is gone, by a code that does not tell so: no call can be made after some of them.
+        acts = [lambda: region.pause(lazy=True), region.pause, lambda: region.empty(34 * MIB)]
+        for act in acts:
+            failed = 0
+            for after in range(9):
+                controls.fail("cuCtxPushCurrent", 201, 1 << 40, after)
+                try:
+                    act()
+                except memsaver.Error:
+                    failed += 1
+                controls.disarm()
+                region.resume()
+                check(held)
+            assert failed
+    """
+    run_clean(source)
