@@ -103,7 +103,10 @@ struct Device {
     queries().note("copies", driver->name + text(began) + text(now()) + " " + std::to_string(bytes));
   }
   std::atomic<std::size_t> copying = 0;  // transfers and demands: meanwhile no copy ahead of a demand begins
-  std::timed_mutex evictions;  // held by the thread that takes them. It takes neither the GIL nor torch's mutex
+  std::timed_mutex evictions;            // held by the thread that takes them. It never takes torch's mutex
+  // The end of others' waits for it, while its holder looks: the holder may wait for the GIL, whose thread may wait for
+  // torch's mutex, which the thread of an allocation has.
+  std::atomic<Deadline> evictions_end = kNever;
 
   // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a
   // call of the driver or of a source, since threads that hold the GIL take it.

@@ -114,6 +114,16 @@ Given give(Region& region, const std::vector<Slot>& chosen, const Look& look) {
   return given;
 }
 
+// While it lives, the thread that has the evictions looks, which may take the GIL. Others wait for it up to a bound.
+class Looking : Immovable {
+ public:
+  explicit Looking(Device& device) : device_(device) { device.evictions_end = now() + kShortageWait; }
+  ~Looking() { device_.evictions_end = kNever; }
+
+ private:
+  Device& device_;
+};
+
 }  // namespace
 
 // The mark of an eviction, or of a copy ahead of one, which gives no chunks. Core::mutex is held at the construction.
@@ -187,6 +197,7 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
       if (!only) {
         while (!only.try_lock_for(kBetweenLooks)) {
           if (now() >= deadline || waiting_is_over) return result;
+          if (now() >= device.evictions_end.load()) return result == Evicted::none ? Evicted::busy : result;
           if (looks) WaitsEndWith::look();
         }
         return Evicted::some;
@@ -278,6 +289,7 @@ Given evict_within(Region& region, Range range, Deadline deadline) {
   const Counted copying(region.device.copying);
   const Deadline late = std::max(deadline, now() + kOneLook);  // a copy ahead of a demand ends by itself
   const Look look = [&] {
+    const Looking others_stop_waiting(region.device);
     WaitsEndWith::look();
     if (now() >= deadline) throw DeadlinePassed();
   };
@@ -292,7 +304,10 @@ Given evict_within(Region& region, Range range, Deadline deadline) {
                 "' are in device memory until a copy: end the capture first");
   std::unique_lock lock(core().mutex);
   const auto is_free = [&] { return !region.evicting() && !(region.state() == State::paused && region.in_use()); };
-  if (!wait_until(lock, core().changed, late, is_free) && !waiting_is_over) return {.late = true};
+  {
+    const Looking others_stop_waiting(region.device);
+    if (!wait_until(lock, core().changed, late, is_free) && !waiting_is_over) return {.late = true};
+  }
   if (region.state() != State::paused || !region.may_evict()) return {};
   const Evicting mark(region);
   lock.unlock();

@@ -23,8 +23,9 @@ enum class Evicted { none, some, busy };
 
 // Evicts up to `bytes`, and at most one chunk more for each region, from the regions of a device but those that
 // `spares` names. Of chunks that are given without a copy it evicts a share of all offers, if that is more. One thread
-// does this at a time: another one waits for its end, up to the deadline, and then returns `some`. `looks`: calls
-// WaitsEndWith::look(). Called without a lock of the library.
+// does this at a time: another one waits for its end, up to the deadline, and then returns `some`; `busy` if that
+// thread looks for longer than kShortageWait. `looks`: calls WaitsEndWith::look(). Called without a lock of the
+// library.
 Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const Region&)>& spares, Deadline deadline,
               bool looks);
 

@@ -33,6 +33,7 @@ from tests.support import (
     drop_backups,
     free_bytes,
     host_used_bytes,
+    run_clean,
     sparse_blocks,
     until,
 )
@@ -253,6 +254,37 @@ def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, threads: Thr
         del kept, first, second
     region.resume()
     check(held)
+
+
+def test_an_allocation_with_the_gil_does_not_wait_for_a_pause_that_needs_it() -> None:
+    """The pause copies offered chunks, looks for signals between its batches, and has the lock of evictions then.
+
+    An allocation with torch's mutex is the same: another thread may have the GIL, and wait for this mutex.
+    """
+    source = """
+        import ctypes, faulthandler, threading
+        import memsaver
+        from tests import controls
+        from tests.support import MIB, Fill, blocks, check, until
+        faulthandler.dump_traceback_later(30, exit=True)
+        region, other = (memsaver.region(tag, device="cpu", backup="host") for tag in "ab")
+        held = blocks(region, [64 * MIB] * 3)
+        allocate = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)
+        with_gil = allocate(other._core.entry_points()[0])
+        region.pause(lazy=True)
+        with Fill():
+            controls.copies_delay(0.2)
+            thread = threading.Thread(target=region.pause)
+            thread.start()
+            until(lambda: region.mapped_bytes)
+            with_gil(32 * MIB, 0, None)  # may find no memory: torch tries again
+            assert with_gil(32 * MIB, 0, None)
+            thread.join()
+        assert region.offered_bytes == 0
+        region.resume()
+        check(held)
+    """
+    run_clean(source, MEMSAVER_HOST_DEVICE="1GiB")
 
 
 def test_a_failed_copy_keeps_its_host_memory_until_no_copy_is_queued(make: Make, threads: ThreadPoolExecutor) -> None:
