@@ -119,7 +119,10 @@ Chunk SharedPool::import(Grant grant) {
       handle = driver_.import_fd(grant.file);
     } catch (...) {
       std::lock_guard lock(mutex_);
-      give_back_locked(grant);
+      if (connections_ != grant.connection)
+        ::close(grant.file);  // a later broker does not know the chunk
+      else
+        give_back_locked(grant);
       throw;
     }
     ::close(grant.file);

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from memsaver import _core
 from memsaver.broker import protocol
 from memsaver.broker.protocol import Message
 from memsaver.process_names import process_name
@@ -573,4 +574,34 @@ def test_a_broker_that_refuses_or_sends_malformed_messages_is_left() -> None:
                 guest.close()
                 guest = following
                 until(lambda: descriptors_of(worker.pid) == before, within_s=20)
+            fake.channel.close()
+
+
+def test_the_next_broker_hears_nothing_of_a_chunk_that_could_not_be_imported() -> None:
+    """It would refuse a client that returns an unknown chunk."""
+    with tempfile.TemporaryDirectory(prefix="ms") as directory:
+        settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": directory}
+        with Fork(settings, "tests.pool_support") as worker:
+            uuid = worker.run("print(_core.device_uuid('cpu'))")
+            fake = FakeBroker(f"{directory}/{uuid}.sock", Message("welcome", (protocol.VERSION, CAPACITY)))
+            worker.send("memsaver.configure(pool='shared')")
+            guest = fake.join()
+            worker.answer()
+            worker.run("controls.hold('cuMemImportFromShareableHandle')")
+            worker.run("thread = threading.Thread(target=lambda: raised(lambda: hold('a', PAGE), MemoryError))")
+            worker.run("thread.start()")
+            while (message := protocol.receive(guest)) is not None and message.kind != "demand":
+                pass
+            assert message is not None
+            grant = Message("grant", (message.words[0], 1, 0, 5, PAGE, _core.HAS_DESCRIPTOR))
+            protocol.send(guest, grant.encode(), [0])  # the descriptor is not of memory
+            worker.run("until(lambda: controls.stopped('cuMemImportFromShareableHandle'))")
+            guest.close()
+            following = fake.join()
+            assert protocol.receive(following) == Message("inventory")
+            worker.run("controls.go_on('cuMemImportFromShareableHandle'); thread.join()")
+            following.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                print(protocol.receive(following))
+            following.close()
             fake.channel.close()
