@@ -29,7 +29,7 @@ void Region::settle(State next) {
   }
   state_ = device.lost || state_ == State::lost ? State::lost : next;
   claimed_ = false;
-  if (chunks_.empty() && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
+  if ((chunks_.empty() || state_ != State::active) && !std::exchange(dirty_, {}).empty()) device.resting.sweep_ended();
   for (const Address begin : std::exchange(freed_meanwhile_, {})) end_locked(begin);
 }
 

@@ -284,6 +284,8 @@ class Region : public RegionOptions {
   void sweep_offered();                                           // returns offered chunks that no segment needs
   void sweep_with_lock();
   void add_dirty_locked(Range range) {
+    // The chunks that a refusal left in a paused region are checked after its resume. Until then no sweep can end.
+    if (state_ == State::paused || state_ == State::lost) return;
     if (dirty_.empty()) device.resting.sweep_begins();
     dirty_.push_back(range);
   }

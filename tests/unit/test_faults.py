@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import resource
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 import memsaver
+from tests import controls
 from tests.support import (
     KIB,
     MIB,
@@ -308,3 +310,27 @@ def test_a_check_of_a_mapping_that_fails_as_well_ends_no_process() -> None:
             assert failed
     """
     run_clean(source)
+
+
+def test_memory_that_is_freed_under_refused_chunks_delays_no_other_allocation(make: Make, ledger: Ledger) -> None:
+    region, other = make("host"), make()
+    held = blocks(region, SIZES)
+    other.empty(1)
+    memsaver.trim()
+    controls.fail("cuMemUnmap", 1)
+    with pytest.raises(memsaver.DriverError):
+        region.pause()
+    held.pop()
+    assert region.mapped_bytes > 0
+    seconds = []
+    with Fill():
+        for _ in range(3):
+            began = time.monotonic()
+            with pytest.raises(memsaver.OutOfMemoryError):
+                other.empty(PAGE)
+            seconds.append(time.monotonic() - began)
+    assert min(seconds) < 0.9  # a wait for another thread's sweep takes a second
+    region.resume()
+    check(held)
+    held.clear()
+    ledger.check()
