@@ -116,7 +116,7 @@ void Region::allow_again() {
   {
     std::lock_guard lock(device.mutex);
     if (!stale_) return;
-    device.has_stale = true;              // reset below on success
+    device.has_stale = true;              // the next give_access() looks again
     if (state_ != State::active) return;  // the owning transition calls this again at its end
   }
   allow(slots());

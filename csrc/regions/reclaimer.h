@@ -63,7 +63,7 @@ class Reclaimer {
   void tell(bool asks_python, bool is_resting);
 
   Device& device_;
-  std::mutex mutex_;  // taken under Device::mutex too. No other lock is taken under it but that of the queries
+  std::mutex mutex_;  // taken under Device::mutex too. Under it only those of the queries and of the gate are taken
   std::condition_variable changed_;
   bool tells_ = false;       // at the end of the next pass
   std::size_t offered_ = 0;  // bytes to be evicted next

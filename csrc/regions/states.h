@@ -1,4 +1,4 @@
-// The states of a region, and the policies for its contents. The numbers are sent to the broker, the names to Python.
+// The states of a region, and the policies for its contents. csrc/preload has the numbers of policies, Python the names.
 // No other file defines them.
 #pragma once
 

@@ -1,8 +1,6 @@
 // C functions by which the library to preload (csrc/preload) allocates in tagged regions. It looks them up by name.
 // Callers are in cudaMalloc and cudaFree: the rules of torch_hooks.cpp apply, but for the first allocation of a tag on
 // a device, which makes the region.
-#include <sys/types.h>
-
 #include <cstdio>
 #include <string>
 
