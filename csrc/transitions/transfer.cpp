@@ -272,7 +272,8 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
       never = gives || now() >= deadline || waiting_is_over;
     }
     give_back();
-    if (never && !snug) {  // the exact layout needs less memory; wait only if that is short too
+    if (!snug && (never || !device_.pooled)) {
+      // The exact layout needs less memory; wait only if that is short too. A broker's answer was a wait already.
       snug = true;
       continue;
     }
@@ -305,6 +306,7 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
     }
     WaitsEndWith::look();
     sleep_for(kRetry);
+    snug = false;  // with more memory the chunks are larger
   }
 }
 

@@ -82,6 +82,19 @@ def test_a_switch_hands_chunks_from_region_to_region(make: Make) -> None:
     del incoming, outgoing
 
 
+def test_a_resume_does_not_wait_while_its_exact_layout_fits(make: Make) -> None:
+    region = make("host")
+    held = blocks(region, [34 * MIB])
+    assert region.mapped_bytes == 64 * MIB  # large chunks where there is memory
+    region.pause()
+    controls.virtual_clock(True)
+    before = controls.clock_now()
+    with Fill(leave=34 * MIB):
+        region.resume(memory_timeout=60)
+    assert (controls.clock_now() < before + 1, region.mapped_bytes) == (True, 34 * MIB)
+    check(held)
+
+
 def test_the_handle_of_a_segment_goes_to_no_other_region(make: Make) -> None:
     """Libraries that have registered it may still write to its memory."""
 
