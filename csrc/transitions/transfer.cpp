@@ -127,6 +127,7 @@ void Transfer::make_batches(Leaving& leaving) {
   const std::size_t least = leaving.copies() ? kCopyBatch : std::numeric_limits<std::size_t>::max();
   std::vector<Slot> moving = leaving.region->slots();
   if (leaving.lazy) leaving.offers = std::exchange(moving, {});
+  if (leaving.continues) leaving.region->allow(moving);  // a resume that failed may have left them without access
   leaving.batches = in_batches(moving, least);
 }
 

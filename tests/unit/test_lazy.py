@@ -232,6 +232,20 @@ def test_an_interrupt_of_an_eviction_loses_nothing(make: Make, threads: ThreadPo
     check(held + more)
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_pause_after_a_resume_that_could_not_be_undone_copies_the_contents(make: Make, lazy: bool) -> None:
+    region, held = lazily(make)
+    controls.fail("cuMemSetAccess", 1)
+    controls.fail("cuMemUnmap", 1)
+    with pytest.raises(memsaver.DriverError):
+        region.resume()
+    assert region.mapped_bytes == 4 * CHUNK  # without access
+    region.pause(lazy=lazy)
+    assert (region.mapped_bytes, controls.context_lost()) == (0, False)
+    region.resume()
+    check(held)
+
+
 @pytest.mark.parametrize("way", ["allocation", "pause", "read"])
 def test_a_demand_waits_for_the_eviction_of_another_one(make: Make, threads: ThreadPoolExecutor, way: str) -> None:
     region, held = lazily(make, chunks=1, size=LARGE)
