@@ -56,16 +56,17 @@ void PinnedBackup::read(Range range, std::byte* to) {
 }
 
 bool drain_copies(Driver& driver) noexcept {
-  constexpr int kAttempts = 2;  // a refused call is tried once more; a dead context has no copies under way
-  for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    try {
-      driver.finish_copies();
-      return true;
-    } catch (const DriverError& error) {
-      if (error.context_lost) return false;
-    } catch (const std::exception&) {
+  constexpr int kAttempts = 3;  // a refused call is tried again; a dead context has no copies under way
+  for (const Direction direction : {Direction::out, Direction::in})  // each has its attempts: the other may be refused
+    for (int attempt = 0; attempt < kAttempts; ++attempt) {
+      try {
+        driver.finish_copies(direction);
+        break;
+      } catch (const DriverError& error) {
+        if (error.context_lost) return false;
+      } catch (const std::exception&) {
+      }
     }
-  }
   return true;
 }
 

@@ -59,7 +59,12 @@ void bind_driver(nb::module_& module) {
       .def("host_node", &Driver::host_node)
       .def("pin", [](Driver& driver, std::uintptr_t host, std::size_t size) { driver.pin(as_pointer(host), size); })
       .def("unpin", [](Driver& driver, std::uintptr_t host) { driver.unpin(as_pointer(host)); })
-      .def("finish_copies", &Driver::finish_copies, unlocked);
+      .def(
+          "finish_copies",
+          [](Driver& driver) {
+            for (const Direction direction : {Direction::out, Direction::in}) driver.finish_copies(direction);
+          },
+          unlocked);
   nb::class_<WorkMark>(module, "WorkMark")
       .def("done", [](const WorkMark& mark) { return mark.driver->done(mark.ticket); })
       .def("wait", [](const WorkMark& mark) { mark.driver->wait(mark.ticket); }, unlocked);

@@ -138,9 +138,8 @@ class Driver : Immovable {
     for (const cuda::Mark& mark : *ticket)
       within(mark.context, [&] { check("cuEventSynchronize", api_.cuEventSynchronize(mark.event)); });
   }
-  void finish_copies() {  // waits for all queued copies, in both directions
-    make("cuStreamSynchronize", api_.cuStreamSynchronize, out_.get());
-    make("cuStreamSynchronize", api_.cuStreamSynchronize, in_.get());
+  void finish_copies(Direction direction) {  // waits for all that are queued
+    make("cuStreamSynchronize", api_.cuStreamSynchronize, (direction == Direction::out ? out_ : in_).get());
   }
   void pin(void* host, std::size_t size) {
     make("cuMemHostRegister", api_.cuMemHostRegister, host, size, cuda::kHostRegisterPortable);
