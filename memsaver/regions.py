@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import operator
 import os
@@ -746,8 +747,20 @@ def capturing() -> Iterator[None]:
         >>> with memsaver.capturing():
         ...     pass  # stream.begin_capture(); scale(x, out=y); graph = stream.end_capture()
     """
-    _core.capture_begins()
+    begun: list[None] = []
     try:
+        begin_capture(begun)
         yield
     finally:
+        end_capture(begun)
+
+
+def begin_capture(begun: list[None]) -> None:
+    """Announces a capture to the core, and notes it by one call, so that no interrupt comes between the two."""
+    begun.extend(itertools.starmap(_core.capture_begins, [()]))
+
+
+def end_capture(begun: list[None]) -> None:
+    """Ends what ``begin_capture()`` has noted. To be called once."""
+    for _ in begun:
         _core.capture_ends()

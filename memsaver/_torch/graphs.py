@@ -218,11 +218,12 @@ def _begin_capture(graph: torch.cuda.CUDAGraph, pool: Any, call: Callable[[], No
     if id(graph) in _under_way:  # a memsaver.CUDAGraph, whose method calls that of torch
         call()
         return
-    _core.capture_begins()
-    ends = weakref.finalize(graph, _ended, id(graph))  # also when a graph goes away in mid-capture
+    begun: list[None] = []
+    ends = weakref.finalize(graph, _ended, id(graph), begun)  # also when a graph goes away in mid-capture
     ends.atexit = False
-    _under_way[id(graph)] = ends, pool
     try:
+        regions.begin_capture(begun)
+        _under_way[id(graph)] = ends, pool
         call()
     except BaseException:
         ends()
@@ -242,9 +243,9 @@ def _end_capture(graph: torch.cuda.CUDAGraph, call: Callable[[], None], failed: 
         ends()
 
 
-def _ended(key: int) -> None:
+def _ended(key: int, begun: list[None]) -> None:
     _under_way.pop(key, None)
-    _core.capture_ends()
+    regions.end_capture(begun)
 
 
 def observe_captures(failed: Failed) -> None:

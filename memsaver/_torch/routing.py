@@ -116,22 +116,23 @@ class Router:
         # Order matters: enter() registers the thread, then checks the state; a pause sets the state, then checks for
         # threads inside. So at least one of two racing threads sees the other.
         self._end_ended()
-        self._push(region)
+        entry = Entry(region)
         try:
+            self._push(entry)
             region._check_fillable("be entered")
             _core.refresh_peers()
             self.refresh()
         except BaseException:
-            self._pop(region)
-            self.refresh()
+            self._leave(entry)
             raise
 
     def leave(self, region: Region, error: BaseException | None) -> None:
-        if region not in self.thread.regions:
+        # The newest one: others may be newer than it, as with regions that overlap in coroutines.
+        left = next((each for each in reversed(self.thread.entered) if each.region is region), None)
+        if left is None:
             text = "this thread is not inside it; leave it in the thread that entered it"
             raise Error(f"region {region.tag!r} cannot be left: {text}")
-        left = self._pop(region)
-        self.refresh()
+        self._leave(left)
         reason = _core.take_allocation_error()
         if left.awaited and error is None:
             raise Error(
@@ -151,30 +152,39 @@ class Router:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        self._push(None)
-        self.refresh()
+        entry = Entry(None)
         try:
+            self._push(entry)
+            self.refresh()
             yield
         finally:
-            self._pop(None)
-            self.refresh()
+            self._leave(entry)
 
-    def _push(self, region: Region | None) -> None:
+    def _push(self, entry: Entry) -> None:
         thread = self.thread
-        thread.entered.append(Entry(region))
+        thread.entered.append(entry)
         with self._lock:
             self._inside[id(thread)] = thread
 
-    def _pop(self, region: Region | None) -> Entry:
-        """Removes the newest entry of this region: others may be newer, as with regions that overlap in coroutines."""
+    def _leave(self, entry: Entry) -> None:
+        """Ends an entry that was pushed or was to be."""
+        try:
+            self._pop(entry)
+            self.refresh()
+        except BaseException:  # an interrupt
+            self._pop(entry)
+            self.refresh()
+            raise
+
+    def _pop(self, entry: Entry) -> None:
+        """It can be called again."""
         thread = self.thread
-        left = next(each for each in reversed(thread.entered) if each.region is region)
-        thread.entered.remove(left)
-        left.ends()
+        if entry in thread.entered:
+            thread.entered.remove(entry)
+        entry.ends()
         if not thread.entered:
             with self._lock:
                 self._inside.pop(id(thread), None)
-        return left
 
     def _end_ended(self) -> None:
         """Takes threads that have ended out of the regions that they have not left, and ends torch's routes of them.

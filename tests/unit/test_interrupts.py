@@ -7,6 +7,7 @@ twice.
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import itertools
 import os
@@ -14,13 +15,14 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import memsaver
-from memsaver import _guests, _moves, _results
+from memsaver import _core, _guests, _moves, _results
 from memsaver._adapter import adapter
+from memsaver._torch import graphs
 from memsaver.turns.group import BaseGroup
 from memsaver.turns.members import Colocated
 from memsaver.turns.plan import Plan
@@ -191,3 +193,50 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
         check(held[: 1 + (params.state == "active")])
         enter("train")
     assert n > 100  # places
+
+
+class Capture:
+    """A capture by torch."""
+
+    def __enter__(self) -> None:
+        graphs._begin_capture(cast(Any, self), None, lambda: None)
+
+    def __exit__(self, *_: object) -> None:
+        graphs._end_capture(cast(Any, self), lambda: None, lambda graph, pool: None)
+
+
+@pytest.mark.parametrize("enter", ["region", "outside", "capturing", "capture"])
+def test_an_interrupt_at_the_begin_of_a_with_statement_leaves_nothing_entered(
+    make: Callable[..., Any], enter: str
+) -> None:
+    region, router = make(), adapter()
+    makers: dict[str, Callable[[], Any]] = {
+        "region": lambda: region, "outside": memsaver.outside, "capturing": memsaver.capturing,
+        "capture": Capture,
+    }  # fmt: skip
+    kept: list[KeyboardInterrupt] = []
+    entered: list[Any] = []
+
+    def begin() -> None:
+        entered[:] = [makers[enter]()]
+        entered[0].__enter__()
+
+    for where in interrupted(begin, kept):
+        assert not router.thread.entered and not router.thread.modes, where
+        assert not router._inside and not _core.capturing(), where
+    assert kept
+    entered[0].__exit__(None, None, None)  # the last one was not interrupted
+    assert not router._inside and not _core.capturing()
+
+
+def test_an_interrupt_while_a_region_is_left_leaves_it(make: Callable[..., Any]) -> None:
+    region, router = make(), adapter()
+    for n in itertools.count(1):
+        interrupts = Interrupts(n)
+        region.__enter__()
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupts.during(lambda: router._leave(router.thread.entered[-1]))
+        assert not router.thread.entered and not router.thread.modes and not router._inside, interrupts.at
+        if interrupts.at is None:
+            break
+    assert n > 10  # places
