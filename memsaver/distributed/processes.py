@@ -63,7 +63,7 @@ class Processes:
         self._prepared: list[ProcessRank] = []  # of this process
 
     def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> tuple[Tags, set[Rank]]:
-        self._phase, self._turn, self._question = phase, turn, 0
+        self._phase, self._turn, self._question, self._prepared = phase, turn, 0, []
         self.report, self.interrupt = TurnReport(), None
         self._agreement.link.until = options.until
         self._watch.forget_silence()
@@ -123,15 +123,16 @@ class Processes:
     def _call(self, rank: ProcessRank, call: Call) -> tuple[bool, Any]:
         """Whether a member's method has returned, and its result or error. It has the thread that called enter()."""
         self.doing = f"is in {call.method}() of its {rank.role!r}"
-        if call.method in ("colocated_commit", "colocated_abort"):
-            self._prepared = [each for each in self._prepared if each is not rank]
+        if call.method == "colocated_prepare" and call.args[0]:
+            self._prepared.append(rank)  # before: an interrupt may come when it has prepared
         try:
             result = settled(getattr(rank.member, call.method)(*call.args, **call.options))
+            answer = True, loads(dumps(result))
         except Exception as error:  # of any class: all processes report it
-            return False, loads(dumps(error))
-        if call.method == "colocated_prepare" and call.args[0]:
-            self._prepared.append(rank)
-        return True, loads(dumps(result))
+            answer = False, loads(dumps(error))
+        if call.method in ("colocated_commit", "colocated_abort"):  # after an interrupt the call is made again
+            self._prepared = [each for each in self._prepared if each is not rank]
+        return answer
 
     def _end(self, calls: Iterable[tuple[ProcessRank, Call]]) -> None:
         """Makes calls after a turn that failed."""

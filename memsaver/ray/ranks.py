@@ -95,10 +95,12 @@ class Caller:
         self.report = TurnReport()
         self.late: dict[Future[Any], MemberRank] = {}  # calls whose answers were not collected
         self._write_report, self._phase = report, ""
+        self._committing: set[Rank] = set()  # in this turn
         self._lost: set[Rank] = set()  # since the last turn
 
     def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> tuple[Tags, set[Rank]]:
         self.report, self._phase = TurnReport(), phase
+        self._committing.clear()
         wait(self.late, _LATE_S)
         for future, rank in list(self.late.items()):
             if future.done():
@@ -154,8 +156,8 @@ class Caller:
             log.warning("%s could not end %s() after a failed turn: %s", rank, calls[rank].method, error)
 
     def leave(self, error: BaseException, prepared: list[Rank], commits: bool) -> None:
-        if not commits:
-            self._start({rank: Call("colocated_abort") for rank in prepared})
+        method = "colocated_commit" if commits else "colocated_abort"
+        self._start({rank: Call(method) for rank in prepared if rank not in self._committing})
 
     def replace(self, new: MemberRank) -> None:
         """Puts a rank in the place of the one with its role and index. Raises ValueError if there is none."""
@@ -176,6 +178,8 @@ class Caller:
             try:
                 futures[rank] = rank.submit(call)
                 self.late[futures[rank]] = rank  # until it is collected: an interrupt may come before
+                if call.method == "colocated_commit":
+                    self._committing.add(rank)
             except Exception as error:  # of any class: it is that of the rank
                 errors[rank] = error
         return futures, errors

@@ -358,7 +358,12 @@ class _Halves:
             prepared, self._prepared = self._prepared, None
             if prepared is None:
                 raise Error("nothing is prepared here: it was taken back, or this actor has started anew since")
-            return prepared[0].commit() if prepared else Transition()
+            try:
+                return prepared[0].commit() if prepared else Transition()
+            except BaseException as error:
+                for each in prepared:
+                    each.fail(error)  # also after an interrupt before its commit began
+                raise
 
     def abort(self) -> int:
         """Returns the number of the turn that begins now."""

@@ -140,12 +140,12 @@ class RunningTurn:
         side_by_side = all(each.pooled for each in ready.values())
         handover = side_by_side and any(ready[rank].moves for rank in self._pausing)
         commits = {rank: Call("colocated_commit") for rank in self._prepared}
-        self._prepared = []  # from here on a failure rolls forward
         commit_begin, resumed = time.perf_counter(), Answers()
         if side_by_side:
             paused, resumed = self._crew.call(commits, self._to_resume(handover), until=self._options.completes_until)
         else:
             paused = self._call(commits, self._options.completes_until)
+        self._prepared = []  # a failure does not abort them
         if not side_by_side and not paused.errors:
             resumed = self._call(self._to_resume(handover), self._options.completes_until)
         if paused.errors or resumed.errors:

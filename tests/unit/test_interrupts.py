@@ -195,6 +195,33 @@ def test_an_interrupt_at_any_place_of_a_turn_leaves_no_unwritten_contents_in_use
     assert n > 100  # places
 
 
+@pytest.mark.parametrize("kind", ["ray", "distributed"])
+def test_an_interrupt_at_any_place_of_a_turn_leaves_no_member_prepared(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    first, second = make("host"), make("host")
+    phases = {"on": {"one": [first.tag], "other": [second.tag]}, "off": {"one": [], "other": []}}
+    members, late = {"one": Colocated(), "other": Colocated()}, {}
+    group: Any
+    if kind == "ray":
+        ranks = pytest.importorskip("memsaver.ray.ranks", reason="needs ray", exc_type=ModuleNotFoundError)
+        caller = ranks.Caller([ranks.MemberRank(role, 0, member) for role, member in members.items()])
+        group, late = BaseGroup(Plan(phases, members), caller), caller.late
+    else:
+        distributed = pytest.importorskip("memsaver.distributed", exc_type=ModuleNotFoundError)
+        store = distributed.group.distributed.HashStore()
+        group = distributed.Group(phases=phases, store=store, rank=0, world_size=1, **members)
+        monkeypatch.setattr(sys.modules[__name__], "FOLDER", os.path.join(FOLDER, "turns"))
+    kept: list[KeyboardInterrupt] = []
+    for where in interrupted(lambda: group.enter("off", timeout=BOUND_S), kept):
+        until(lambda: all(call.done() for call in late))
+        assert "pausing" not in (first.state, second.state), where
+        group.enter("on", timeout=BOUND_S)
+    assert len(kept) > 10
+    if kind == "distributed":
+        group.close()
+
+
 class Capture:
     """A capture by torch."""
 
