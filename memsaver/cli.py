@@ -37,12 +37,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        _flush()
+        return status
+    except BrokenPipeError:  # the reader has what it wants, as head does
+        return 1
     except (Error, OSError) as error:
         print(f"memsaver: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
+
+
+def _flush() -> None:
+    """Writes what was printed now: the exit of the interpreter would print errors of its own."""
+    if sys.stdout is None:  # it is closed
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "w") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())  # for the second try at the exit
+        raise
 
 
 def _parser() -> argparse.ArgumentParser:

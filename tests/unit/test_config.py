@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +151,24 @@ def test_a_variable_applies_beside_an_unknown_one_and_configure_comes_after_it(t
         assert (done.returncode, done.stdout) == (1, "")
         (line,) = done.stderr.splitlines()
         assert line.startswith("memsaver: retain is 'plenty', expected bytes")
+
+
+@pytest.mark.parametrize("reader", ["full", "gone"])
+def test_a_command_whose_output_cannot_be_written_says_so_in_one_line(reader: str) -> None:
+    command = [sys.executable, "-m", "memsaver", "config"]
+    variables = environment()
+    variables.pop("PYTHONUNBUFFERED", None)
+    if reader == "full":
+        file = os.open("/dev/full", os.O_WRONLY)
+    else:
+        end, file = os.pipe()
+        os.close(end)
+    try:
+        done = subprocess.run(command, env=variables, stdout=file, stderr=subprocess.PIPE, text=True, timeout=60)
+    finally:
+        os.close(file)
+    text = "memsaver: [Errno 28] No space left on device\n" if reader == "full" else ""
+    assert (done.returncode, done.stderr) == (1, text)
 
 
 def test_config_prints_json_and_the_changes_that_the_environment_asks_for(
