@@ -188,12 +188,25 @@ def _broker(options: argparse.Namespace) -> int:
 
 
 def _stop(options: argparse.Namespace) -> int:
-    for path in _paths(options.device):
+    def stop(path: Path) -> None:
         name = path.stem
         with suppress(BrokerError):  # it has another version
             name = f"{caller.status(path)['device']} ({name})"
         print(f"{name}: stopped the broker with pid {daemon.stop(path)}")
-    return 0
+
+    return _for_each(_paths(options.device), stop)
+
+
+def _for_each(paths: Sequence[Path], act: Callable[[Path], None]) -> int:
+    """Calls a function for each broker. One that does not answer does not keep it from the others."""
+    status = 0
+    for path in paths:
+        try:
+            act(path)
+        except BrokerError as error:
+            print(f"memsaver: {error}", file=sys.stderr)
+            status = 1
+    return status
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -326,10 +339,11 @@ def _serve_metrics(options: argparse.Namespace) -> int:
 
 
 def _trim(options: argparse.Namespace) -> int:
-    for path in _paths(options.device):
+    def trim(path: Path) -> None:
         device = caller.status(path)["device"]
         print(f"{device} ({path.stem}): {gib(caller.release_idle(path, options.keep))} given back")
-    return 0
+
+    return _for_each(_paths(options.device), trim)
 
 
 def _merge(options: argparse.Namespace) -> int:
@@ -372,16 +386,22 @@ def _top(options: argparse.Namespace) -> int:
         paths = _paths(options.device)
     except BrokerError as error:
         note = str(error)
-    pools = [{**status, "ledger": ledger.of_pool(status)} for status in map(caller.status, paths)]
-    devices = [_figures(name) for name in _without_pool(options.device, {pool["uuid"] for pool in pools})]
+    pools: list[dict[str, Any]] = []
+
+    def add(path: Path) -> None:
+        found = caller.status(path)
+        pools.append({**found, "ledger": ledger.of_pool(found)})
+
+    status = _for_each(paths, add)
+    devices = [_figures(name) for name in _without_pool(options.device, {path.stem for path in paths})]
     if options.json:
         if note:
             print(f"memsaver: {note}", file=sys.stderr)
         print(json.dumps({"pools": pools, "devices": devices}, default=dataclasses.asdict))
-        return 0
+        return status
     parts = [*([[note]] if note else []), *map(_lines, [*pools, *devices])]
     print("\n\n".join("\n".join(part) for part in parts))
-    return 0
+    return status
 
 
 def _without_pool(device: str | None, uuids: Set[str]) -> list[str]:

@@ -10,6 +10,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -585,6 +586,28 @@ def test_top_and_trim_show_and_release_the_memory_of_pools(
     code, _, err = command(capsys, "trim", "--device", "cpu")
     assert code == 1 and "no broker of cpu" in err and "MEMSAVER_HOST_DEVICE" in err
     assert f"running: cpu ({broker.uuid})" in err
+
+
+def test_a_broker_that_does_not_answer_keeps_no_command_from_the_others(
+    broker: Local, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = broker.directory / "GPU-of-another.sock"  # before the other one in the order of the paths
+    commands = (("top", "--json"), ("top",), ("trim",))
+
+    def end() -> None:
+        for _ in range(2 * len(commands)):
+            listener.accept()[0].close()
+
+    with protocol.new_socket() as listener:
+        listener.bind(str(path))
+        listener.listen()
+        ends = threading.Thread(target=end, daemon=True)
+        ends.start()
+        for arguments in commands:
+            code, out, err = command(capsys, *arguments)
+            assert code == 1 and broker.uuid in out, out
+            assert err.startswith(f"memsaver: the broker at {path} ") and len(err.splitlines()) == 1
+        ends.join(PATIENCE_S)
 
 
 def test_top_shows_the_device_and_the_seconds_since_a_pause(broker: Local, capsys: pytest.CaptureFixture[str]) -> None:
