@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from memsaver.regions import Coming, Region, Selection, find
+from memsaver.regions import Coming, Region, Selection, find, selected
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +57,11 @@ def wait_before_step(optimizer: torch.optim.Optimizer, tags: Selection) -> torch
     register = getattr(optimizer, "register_step_pre_hook", None)
     if register is None or isinstance(optimizer, type):
         raise TypeError(f"optimizer is {optimizer!r}, expected an object with register_step_pre_hook()")
-    find(tags)  # raises
+    parts = None if tags is None else selected(tags)  # once: an iterator is empty afterwards
+    find(parts)  # raises
 
     def wait(*_: Any) -> None:
-        for each in find(tags):  # which may have been made anew
+        for each in find(parts):  # which may have been made anew
             each.wait()
 
     return register(wait)

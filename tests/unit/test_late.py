@@ -72,7 +72,7 @@ def test_the_first_use_waits(sides: Sides, use: str) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     optimizer = torch.optim.SGD([weight])
-    memsaver.wait_before_step(optimizer, sides.optimizer)
+    memsaver.wait_before_step(optimizer, iter([sides.optimizer.tag]))
     states: list[str] = []
 
     def first() -> None:
