@@ -101,7 +101,7 @@ def _one_of(names: Sequence[str]) -> Callable[[Any, str], str]:
 def _patches(value: Any, option: str) -> list[str]:
     """Names of changes of torch, each once. The environment separates them by commas."""
     names = value.split(",") if isinstance(value, str) and value else value
-    if not isinstance(names, (str, list, tuple)) or not set(names) <= set(_adapter.PATCHES):
+    if not isinstance(names, (str, list, tuple)) or not all(each in _adapter.PATCHES for each in names):
         raise _wrong(option, value, f"one or several of {', '.join(map(repr, _adapter.PATCHES))}")
     return sorted(set(names))
 

@@ -159,11 +159,22 @@ class ConfigError(Error, ValueError):
 
     Attributes:
         option: The name of the option.
-        value: The value that was given. None if there is none.
+        value: The value that was given. None if there is none. A pickled error has the ``repr()`` of a value that does
+            not pickle.
     """
 
     option: str | None = None
     value: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        import pickle  # which takes long to import
+
+        made, arguments, fields = super().__reduce__()
+        try:
+            pickle.dumps(self.value)
+        except Exception:  # of any class: the value is the caller's
+            fields = {**fields, "value": repr(self.value)}
+        return made, arguments, fields
 
 
 class BrokerError(Error):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -40,12 +41,31 @@ def test_sizes_are_integers_or_strings() -> None:
         assert parse_size(text, "retain") == nbytes, text
 
 
+UNPICKLED = (each for each in range(0))
+
+
 @pytest.mark.parametrize(
     ("option", "values", "expected"),
     [
         (
             "retain",
-            [-1, 1.5, True, None, "", "-1", "5 parsecs", "1..5GiB", "1KK", "1e9", "٣G", "1048577T", 1 << 70, "9" * 400],
+            [
+                -1,
+                1.5,
+                True,
+                None,
+                "",
+                "-1",
+                "5 parsecs",
+                "1..5GiB",
+                "1KK",
+                "1e9",
+                "٣G",
+                "1048577T",
+                1 << 70,
+                "9" * 400,
+                UNPICKLED,
+            ],
             "bytes as an integer of 0 or more, or a size such as '64GiB'",
         ),
         ("host_device", ["1MiB"], "at least 2 MiB"),
@@ -53,7 +73,7 @@ def test_sizes_are_integers_or_strings() -> None:
         ("pool", ["ours", None], "one of 'process', 'shared'"),
         ("verify", ["perhaps", 1, None], "True or False"),
         ("memory_timeout", [-1, "soon", None, float("nan"), "1e7"], "seconds of 0 or more, at most 1e+06"),
-        ("patches", ["everything", 3], "one or several of 'captures', 'multiprocessing'"),
+        ("patches", ["everything", 3, [[1]]], "one or several of 'captures', 'multiprocessing'"),
         ("disk_dir", ["/no/such"], "a directory that can be written to; it does not exist"),
         ("disk_dir", ["", 3, __file__], "a directory that can be written to"),
         ("report_dir", ["", 3, __file__], "the path of a directory, which need not exist yet"),
@@ -72,6 +92,8 @@ def test_wrong_values_are_named_with_the_expectation_and_change_nothing(
             memsaver.configure(**{"retain": 5 * MIB, option: value})
         if value == value:  # no NaN
             assert (caught.value.option, caught.value.value) == (option, value)
+            copy = pickle.loads(pickle.dumps(caught.value))
+            assert copy.value == (repr(value) if value is UNPICKLED else value)
     assert memsaver.stats().options == before
 
 
