@@ -270,7 +270,13 @@ short_loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # which end with a 
 def _awaited(member: Colocated | AsyncColocated, result: object) -> None:
     """Waits for the result of a method of an async actor. This thread is not that of its loop."""
     if isinstance(result, Coroutine):
-        loop = member.__dict__["_colocated_loop"]
+        loop = member.__dict__.get("_colocated_loop")
+        if loop is None:
+            result.close()
+            raise TypeError(
+                f"{type(member).__name__} has an async method that a pause or a resume calls, {result}, "
+                "expected a class that derives from AsyncColocated"
+            )
         if loop in short_loops:
             asyncio.run(result)
         else:

@@ -178,6 +178,7 @@ WRONG: list[tuple[type[Exception], str, Call]] = [
     (ValueError, "to be paused and resumed at once", lambda region: memsaver.start(pause=region, resume=region)),
     # At the call, before a with statement enters it.
     (ValueError, "there is no phase 'a'; there are 'b'", lambda region: memsaver.phase("a")),
+    (ValueError, r"there is no phase \['a'\]; there are", lambda region: memsaver.phase(["a"])),  # type: ignore[arg-type]
     (ValueError, "backup is 'floppy', expected one of", lambda region: memsaver.phase("b", backup="floppy")),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -268,6 +269,7 @@ def test_wrong_arguments_of_a_group_are_refused() -> None:
     group = Group(engine=engine, trainer=Halved(), phases=PHASES)
     for kind, text, one in [
         (ValueError, "there is no phase 'x'; there are 'rollout', ", {"name": "x"}),
+        (ValueError, r"there is no phase \['x'\]; there are 'rollout', ", {"name": ["x"]}),
         (ValueError, "timeout is -1, expected seconds of 0 or more", {"timeout": -1}),
         (TypeError, "reader_timeout is None, expected seconds", {"reader_timeout": None}),
         (ValueError, "backup is 'x', expected one of 'none', ", {"backup": "x"}),
@@ -281,3 +283,14 @@ def test_wrong_arguments_of_a_group_are_refused() -> None:
     for base in (Colocated, AsyncColocated):
         with pytest.raises(TypeError, match=r"Old overrides pause\(\), expected colocated_drain"):
             type("Old", (base,), {"pause": lambda self, tags=None: None})
+
+
+def test_a_member_with_an_async_drain_and_no_loop_is_refused_by_name(make: Make) -> None:
+    class Engine(Colocated):
+        async def colocated_drain(self, tags: Sequence[str]) -> None:  # type: ignore[override]
+            pass
+
+    region = make("host")
+    with pytest.raises(TypeError, match=r"Engine has an async method .*colocated_drain.*, expected .* AsyncColocated"):
+        Engine().pause([region.tag])
+    assert region.state == "active"
