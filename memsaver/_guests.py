@@ -195,14 +195,19 @@ class Moves:
     """The guests of one transition.
 
     ``resuming``: the tags that resume. ``enter``: called with each stage, and the name of the guest. ``until``: the
-    bound of the wait for guests of other transitions; after a failure this wait has none. ``pausing`` of the methods:
-    the tags of which all regions are about to be paused.
+    bound of the wait for guests of other transitions; after a failure this wait has none. ``settled``: returns, by tag
+    of regions, whether all of them are paused now, without tags of which regions move. ``pausing`` of the methods: the
+    tags of which all regions are about to be paused.
     """
 
     def __init__(
-        self, resuming: Set[str], enter: Callable[[str, str | None], object], until: float | None = None
+        self,
+        resuming: Set[str],
+        enter: Callable[[str, str | None], object],
+        settled: Callable[[], Mapping[str, bool]],
+        until: float | None = None,
     ) -> None:
-        self._resuming, self._enter, self._until = resuming, enter, until
+        self._resuming, self._enter, self._settled, self._until = resuming, enter, settled, until
         self._thread: int | None = None  # which moves the guests
         self.paused: set[str] = set()  # of the tags that the transition pauses, those of guests that left
         self.resumed: set[str] = set()  # of the tags that it resumes, those of guests that came back
@@ -211,18 +216,17 @@ class Moves:
 
     def prepare(self, pausing: Set[str]) -> None:
         """Asks the guests that will leave. Raises GuestError. Nothing has changed then."""
-        for each in _concerned(pausing):
-            if not each.away and self._after(each, pausing) >= set(each.guest.tags):
+        for each, paused in self._paused(pausing):
+            if not each.away and self._after(each, paused, pausing) >= set(each.guest.tags):
                 self._call(each, "prepare", each.guest.prepare)
 
     def leave(self, pausing: Set[str]) -> None:
         """Guests leave. If this raises, ``settle()`` has to follow."""
 
         def leave() -> None:
-            concerned = _concerned(pausing | self._resuming)
-            self._before = [(each, set(each.paused)) for each in concerned]
-            for each in concerned:
-                each.paused = self._after(each, pausing)
+            self._before = self._paused(pausing | self._resuming)
+            for each, paused in self._before:
+                each.paused = self._after(each, paused, pausing)
                 if not each.away and each.all_paused:
                     self._leave(each)
                     self.paused |= pausing & set(each.guest.tags)
@@ -268,9 +272,18 @@ class Moves:
         if _concerned(self._resuming):
             self._alone(come_back, self._until, "the regions are active, and another resume continues")
 
-    def _after(self, each: _Entry, pausing: Set[str]) -> set[str]:
-        """The tags of a guest that are paused after the transition."""
-        return (each.paused | (pausing & set(each.guest.tags))) - self._resuming
+    def _paused(self, chosen: Set[str]) -> list[tuple[_Entry, set[str]]]:
+        """The guests with one of these tags, each with those of its tags that are paused now.
+
+        Regions may have been closed, made or paused before, without a transition that concerned the guest.
+        """
+        concerned = _concerned(chosen)
+        settled = self._settled() if concerned else {}
+        return [(each, {tag for tag in each.guest.tags if settled.get(tag, tag in each.paused)}) for each in concerned]
+
+    def _after(self, each: _Entry, paused: Set[str], pausing: Set[str]) -> set[str]:
+        """The tags of a guest that are paused after the transition. ``paused``: those before it."""
+        return {*paused, *(pausing & set(each.guest.tags))} - self._resuming
 
     def _leave(self, each: _Entry) -> None:
         each.state, after = "leaving", "away"  # after an interrupt, too: the guest may have released a part

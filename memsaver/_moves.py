@@ -80,7 +80,7 @@ class Move:
         self.recorder = _results.Recorder(pause.tags, resume.tags)
         self.recorder.core = partial(_core_of, weakref.ref(self))
         self._ends: list[Callable[[], object]] = []  # of the expectation of this pause
-        self._guests = _guests.Moves({*resume.tags}, self.recorder.enter, until)
+        self._guests = _guests.Moves({*resume.tags}, self.recorder.enter, _settled_tags, until)
         self._pausing: list[Region] = []
         self._kept: dict[str, str] = {}  # by tag, the policies of this pause that keep contents
         self._rebuilt: list[Region] = []  # regions to rebuild, each after its sources
@@ -355,6 +355,14 @@ def _away_tags() -> dict[str, bool]:
     for each in all_regions():
         found[each.tag] = found.get(each.tag, True) and _is_away(each)
     return found
+
+
+def _settled_tags() -> dict[str, bool]:
+    """As ``_away_tags()``, without tags of which regions move."""
+    states: dict[str, set[str]] = {}
+    for each in all_regions():
+        states.setdefault(each.tag, set()).add(_AWAY[0] if _is_away(each) else each._handle.state)
+    return {tag: "active" not in found for tag, found in states.items() if "active" in found or found == {_AWAY[0]}}
 
 
 def _live(each: Region) -> Ranges:

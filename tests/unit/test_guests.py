@@ -166,6 +166,25 @@ def test_guests_are_away_exactly_while_their_tags_are_paused(make: Make, visit: 
         world.step(random.Random(seed))
 
 
+def test_tags_count_as_their_regions_are_when_a_guest_moves(visit: Visit, tag: str) -> None:
+    """Also after changes that no transition has told the guest of."""
+    names = [f"{tag} {each}" for each in ("first", "second")]
+    first, second = (memsaver.region(each, device="cpu") for each in names)
+    first.pause()
+    guest = visit(tag, names)  # when one of its tags is paused
+    second.pause()
+    assert states()[guest.name] == "away"
+    memsaver.resume(names)
+    assert states()[guest.name] == "here"
+    first.pause()
+    first.close()
+    first = memsaver.region(names[0], device="cpu")
+    second.pause()
+    assert (first.state, second.state, states()[guest.name]) == ("active", "paused", "here")
+    first.pause()
+    assert states()[guest.name] == "away"
+
+
 # Failures
 
 
