@@ -107,6 +107,7 @@ class Region:
     _common: Any = None  # the core's memory of the copy that processes keep together
     _handle: Any  # the region of the core, which stays when it was closed
     _coming: Coming | None = None
+    _pool_is_kept = False  # by the program, since a close that may have failed later
 
     def __init__(self, core: Any) -> None:
         self._handle = core
@@ -345,10 +346,9 @@ class Region:
             return
         self._check_own("be closed")
         core.check_unused()
-        kept = False
         if (torch := loaded()) is not None:
             torch.check_unused(self)
-            kept = torch.forget(self)
+            self._pool_is_kept |= torch.forget(self)
         core.release_unused(bound)  # without the registry's lock, so that other regions can be made meanwhile
         with _registry:
             if core.closed:  # another thread was faster
@@ -356,7 +356,7 @@ class Region:
             if (torch := loaded()) is not None:
                 torch.check_pausable([self], None, "closed")
             try:
-                core.close(keep_entry_points=kept)
+                core.close(keep_entry_points=self._pool_is_kept)
             finally:  # also after an interrupt
                 if core.closed:
                     _regions.pop((self.tag, self.device), None)

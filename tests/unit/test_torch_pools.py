@@ -96,6 +96,21 @@ def test_free_blocks_are_returned_outside_of_captures(
     assert router.return_caches("cpu") == (0, "")
 
 
+def thread_enters(patch: pytest.MonkeyPatch, router: Any, region: memsaver.Region) -> None:
+    """A thread enters the region when its pools have been dropped by a close."""
+    forget = router.forget
+
+    def drop(closing: memsaver.Region) -> bool:
+        dropped: bool = forget(closing)
+        patch.setattr(router, "check_pausable", refuse)
+        return dropped
+
+    def refuse(*_: object) -> None:
+        raise memsaver.Error(f"region {region.tag!r} cannot be closed: a thread is inside it")
+
+    patch.setattr(router, "forget", drop)
+
+
 @pytest.mark.parametrize("has_graphs", [True, False])
 def test_a_pool_that_outlives_its_region_allocates_in_no_other(
     monkeypatch: pytest.MonkeyPatch, make: Make, has_graphs: bool
@@ -111,6 +126,9 @@ def test_a_pool_that_outlives_its_region_allocates_in_no_other(
     pools.take_back(pools.lend())
     if has_graphs:
         assert pools.graph.id == MadeUpPool.id
+    with monkeypatch.context() as patch, pytest.raises(memsaver.Error, match="is inside it"):
+        thread_enters(patch, router, region)
+        region.close()
     region.close()
     following = make()
     assert (following._core.entry_points() == points) is not has_graphs
