@@ -265,7 +265,7 @@ class Moves:
 
         def come_back() -> None:
             for each in reversed(_concerned(self._resuming)):
-                if each.away:
+                if each.away and not each.all_paused:  # another thread may have paused the tags again
                     self._come_back(each)
                     self.resumed |= self._resuming & set(each.guest.tags)
 

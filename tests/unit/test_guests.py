@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import memsaver
+from memsaver import _guests
 from memsaver.guests import Workspaces
 from memsaver.transitions import prepare_pause
 from tests import controls
@@ -183,6 +184,28 @@ def test_tags_count_as_their_regions_are_when_a_guest_moves(visit: Visit, tag: s
     assert (first.state, second.state, states()[guest.name]) == ("active", "paused", "here")
     first.pause()
     assert states()[guest.name] == "away"
+
+
+def test_a_guest_stays_away_if_its_tag_is_paused_again_before_it_comes_back(
+    make: Make, visit: Visit, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region = make()
+    guest = visit("guest", region.tag)
+    region.pause()
+    come_back = _guests.Moves.come_back
+
+    def pause_before(moves: _guests.Moves) -> None:
+        monkeypatch.undo()
+        thread = threading.Thread(target=region.pause)
+        thread.start()
+        thread.join()
+        come_back(moves)
+
+    monkeypatch.setattr(_guests.Moves, "come_back", pause_before)
+    region.resume()
+    assert (region.state, states()[guest.name], moves(calls)) == ("paused", "away", ["guest leave"])
+    region.resume()
+    assert (region.state, states()[guest.name]) == ("active", "here")
 
 
 # Failures
