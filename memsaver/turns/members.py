@@ -178,7 +178,6 @@ class Colocated:
         _drain(self, names)
         backup, lazy = those_of(names, backup) or None, those_of(names, lazy)
         halves.prepare(turn, names, backup, lazy, bounds.left(since))
-        late.forget(regions.find(names))
         return ready
 
     def colocated_background(
@@ -252,7 +251,10 @@ class Colocated:
         Returns:
             The transition.
         """
-        return _halves(self).commit()
+        halves = _halves(self)
+        done = halves.commit()
+        late.forget(regions.find(_existing(halves.names)))
+        return done
 
     def colocated_abort(self) -> None:
         """Aborts the prepared pause, if there is one. Extend it if a drain has to be undone as well."""
@@ -336,6 +338,7 @@ class _Halves:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._turn = 0
+        self.names: list[str] = []  # the tags of the last pause that was prepared
         self._prepared: list[Move] | None = None  # empty: there was nothing to pause
         self._background: list[Future[None]] = []  # transitions of the last turn, which may be under way
 
@@ -356,8 +359,9 @@ class _Halves:
         with self._lock:
             if turn != self._turn:
                 raise Error("this turn was taken back while the actor drained")
+            self.names = list(names)
             moves = [prepare_pause(names, backup=backup, lazy=lazy, **_pause_options(bounds))] if names else []
-            self._prepared = moves
+            self._prepared = moves  # at once: an interrupt would leave them in a traceback alone
 
     def commit(self) -> Transition:
         with self._lock:

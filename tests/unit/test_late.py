@@ -14,6 +14,7 @@ import torch
 import memsaver
 from memsaver.turns.members import AsyncColocated, Colocated
 from tests import controls
+from tests.group_support import Halved
 from tests.support import MIB, Block, Fill, Make, Visitor, check, host_held_bytes, host_used_bytes, until
 
 
@@ -231,6 +232,30 @@ def test_late_tags_of_a_turn_come_one_after_the_other(make: Make) -> None:
     group.enter("train")
     first.wait(timeout=20)
     check(blocks)
+
+
+def test_a_turn_that_is_taken_back_keeps_the_error_of_a_late_region(make: Make) -> None:
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+    region, other = make("host"), Halved()
+    held = Block(region, 4 * MIB)
+    phases = {"away": {}, "train": {"trainer": {"late": [region.tag]}, "other": ["other"]}}
+    group = ray.Group(trainer=ray.Colocated(), other=other, phases=phases)
+    group.enter("away")
+    with Fill():
+        group.enter("train", memory_timeout=0)
+        with pytest.raises(memsaver.OutOfMemoryError):
+            region.wait(timeout=20)
+    other.errors["prepare"] = LookupError("busy")
+    with pytest.raises(memsaver.Error, match="busy"):
+        group.enter("away")
+    with pytest.raises(memsaver.OutOfMemoryError, match="^phase 'train', late regions: "):
+        region.wait(timeout=20)
+    group.enter("away")
+    with pytest.raises(memsaver.RegionPausedError):
+        region.wait(timeout=20)
+    group.enter("train")
+    region.wait(timeout=20)
+    held.check()
 
 
 def test_guests_and_rebuilds_of_a_late_region_do_not_wait_for_it(sides: Sides, tag: str) -> None:
