@@ -18,7 +18,7 @@ from memsaver.guests.store import StoreError, StoreLink
 from memsaver.policies import TurnBackup, TurnLazy, TurnRestore, seconds
 from memsaver.turns.group import BaseGroup
 from memsaver.turns.plan import Phases, Plan, TurnOptions
-from memsaver.turns.ranks import check_member
+from memsaver.turns.ranks import check_distinct, check_member
 from memsaver.turns.reports import Responder
 from memsaver.turns.turn import Turn
 
@@ -51,8 +51,8 @@ class Group(BaseGroup):
 
     Raises:
         TypeError: An argument has a wrong type, or a member lacks a method of ``Colocated``.
-        ValueError: No phase has tags, ``backup`` or ``restore`` does not fit the phases, ``rank`` is not within
-            ``world_size``, or there is no store.
+        ValueError: A member is given twice, no phase has tags, ``backup`` or ``restore`` does not fit the phases,
+            ``rank`` is not within ``world_size``, or there is no store.
         memsaver.Error: The store cannot be reached.
 
     Examples:
@@ -85,6 +85,7 @@ class Group(BaseGroup):
         **roles: Any,
     ) -> None:
         members = {role: _members_of(role, given) for role, given in roles.items()}
+        check_distinct((role, each) for role, found in members.items() for each in found)
         plan = Plan(phases, None, backup, restore, lazy)
         silence = seconds(heartbeat_timeout, "heartbeat_timeout")
         store, process, count = _joined(store, rank, world_size)

@@ -11,6 +11,7 @@ from memsaver.ray.ranks import Caller, MemberRank
 from memsaver.ray.reports import Collector
 from memsaver.turns.group import BaseGroup
 from memsaver.turns.plan import Phases, Plan, TurnOptions
+from memsaver.turns.ranks import check_distinct
 from memsaver.turns.turn import Turn
 
 _LOOK_LONGER_S = 30.0
@@ -36,8 +37,8 @@ class Group(BaseGroup):
 
     Raises:
         TypeError: An argument has a wrong type, or a member lacks a method of ``Colocated``.
-        ValueError: A role has no members, no phase has tags, or an argument has unknown phases, roles or policies, or
-            tags that do not pause or resume in the phase.
+        ValueError: A role has no members, a member is given twice, no phase has tags, or an argument has unknown
+            phases, roles or policies, or tags that do not pause or resume in the phase.
 
     Examples:
         The weights are overwritten in each ``"sync"``, so they need no copy when the trainer's turn begins:
@@ -71,6 +72,7 @@ class Group(BaseGroup):
         if not roles:
             raise ValueError("no roles, expected at least one, such as engine=[actor]")
         ranks = [rank for role, given in roles.items() for rank in _of_role(role, given)]
+        check_distinct((rank.role, rank.member) for rank in ranks)
         self._reports = Collector()
         self._caller = Caller(ranks, self._reports.collect)
         super().__init__(Plan(phases, roles, backup, restore, lazy), self._caller)
@@ -84,7 +86,7 @@ class Group(BaseGroup):
             actor: The new member. Its regions are active, or not made yet.
 
         Raises:
-            ValueError: There is no such rank.
+            ValueError: There is no such rank, or ``actor`` is a member already.
             TypeError: ``actor`` lacks a method of ``Colocated``.
 
         Examples:
@@ -92,7 +94,10 @@ class Group(BaseGroup):
             >>> group = memsaver.ray.Group(engine=Engine(), phases={"rollout": {"engine": ["weights"]}})
             >>> group.replace("engine", 0, Engine())
         """
-        self._caller.replace(MemberRank(role, rank, actor))
+        new = MemberRank(role, rank, actor)
+        others = [each for each in self._caller.ranks if (each.role, each.index) != (role, rank)]
+        check_distinct((each.role, each.member) for each in [*others, new])
+        self._caller.replace(new)
         self._entered = None
 
     def _enter(self, phase: str, options: TurnOptions) -> Turn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -119,6 +119,19 @@ def check_member(role: str, member: Any) -> None:
     if missing or isinstance(member, type):
         what = "is a class" if isinstance(member, type) else f"has no {missing[0]}()"
         raise TypeError(f"{member!r} of the role {role!r} {what}, expected an object that derives from Colocated")
+
+
+def check_distinct(members: Iterable[tuple[str, Any]]) -> None:
+    """Raises ValueError if a member, given with its role, is there twice: it prepares one pause at a time."""
+    roles: dict[object, str] = {}
+    for role, member in members:
+        key = getattr(member, "_actor_id", id(member))  # Ray makes several handles of an actor
+        if key in roles:
+            raise ValueError(
+                f"{member!r} of the role {role!r} is a member of {roles[key]!r} already, expected one place for each "
+                "member: a role can have the tags of both"
+            )
+        roles[key] = role
 
 
 def settled(result: Any) -> Any:

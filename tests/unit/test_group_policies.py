@@ -266,7 +266,12 @@ def test_wrong_arguments_of_a_group_are_refused() -> None:
         chosen = {name: value for name, value in {**given, **one}.items() if value is not None}
         with pytest.raises(kind, match="^" + text):
             Group(**chosen)
+    for twice in ({"engine": engine, "trainer": engine}, {"engine": [engine, engine], "trainer": Halved()}):
+        with pytest.raises(ValueError, match="is a member of 'engine' already, expected one place for each member"):
+            Group(phases=PHASES, **twice)
     group = Group(engine=engine, trainer=Halved(), phases=PHASES)
+    with pytest.raises(ValueError, match="of the role 'trainer' is a member of 'engine' already"):
+        group.replace("trainer", 0, engine)
     for kind, text, one in [
         (ValueError, "there is no phase 'x'; there are 'rollout', ", {"name": "x"}),
         (ValueError, r"there is no phase \['x'\]; there are 'rollout', ", {"name": ["x"]}),
