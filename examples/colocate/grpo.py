@@ -19,12 +19,12 @@ _LARGEST_LOG_RATIO = 20.0  # nats: exp(20) is 5e8, far beyond every clip, and it
 
 
 def group_advantages(rewards_PG: Tensor, zero: bool = False) -> Tensor:
-    """Each completion's reward against its group, in units of the group's standard deviation: fp32 [P, G].
+    """Each completion's reward against its group, in units of the group's standard deviation: fp32 [P, G], from fp64.
 
     `zero` makes all of them zero: a control, in which nothing can be learned.
     """
-    deviation_P1, mean_P1 = torch.std_mean(rewards_PG.float(), 1, keepdim=True, unbiased=False)
-    advantages_PG = (rewards_PG - mean_P1) / (deviation_P1 + _SMALLEST_DEVIATION)
+    deviation_P1, mean_P1 = torch.std_mean(rewards_PG.double(), 1, keepdim=True, unbiased=False)
+    advantages_PG = ((rewards_PG - mean_P1) / (deviation_P1 + _SMALLEST_DEVIATION)).float()
     return advantages_PG * 0.0 if zero else advantages_PG
 
 

@@ -163,6 +163,14 @@ FAULTS = [
     ),
     # Those above are of a review. Other ones:
     Fault(
+        "advantages_in_units_of_the_reward",
+        "advantages are not divided by the deviation of their group",
+        "examples/colocate/grpo.py",
+        " / (deviation_P1 + _SMALLEST_DEVIATION)",
+        "",
+        check="advantages are of the group",
+    ),
+    Fault(
         "unlikely_tokens_cut",
         "engines sample from the likely tokens alone, and say the log-probabilities of the whole distribution",
         "examples/colocate/engine/ops.py",

@@ -172,6 +172,13 @@ def test_a_wrong_change_ends_the_run(run: Run, monkeypatch: Patch, fault: Fault)
         run(*fault.arguments, warm_up_steps=1)
 
 
+def test_rewards_whose_mean_is_rounded_pass(run: Run, monkeypatch: Patch) -> None:
+    """In fp32 that of eight rewards of 0.1 is less than each of them."""
+    monkeypatch.setattr(rollout.Rollouts, "rewards", lambda self, problems, completions: [0.1] * len(completions))
+    loop = run("--steps", "1", group=8)
+    assert loop.passed["advantages are of the group"] == 1
+
+
 @pytest.mark.parametrize("name", ["prefix_hit_tokens", "preemptions"])
 def test_a_run_without_its_pressure_is_void(run: Run, monkeypatch: Patch, name: str) -> None:
     if name == "prefix_hit_tokens":

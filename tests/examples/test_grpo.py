@@ -18,6 +18,9 @@ def test_advantages_are_relative_to_the_group() -> None:
     assert torch.allclose(advantages.mean(1), torch.zeros(3), atol=1e-6)
     assert advantages[2, 3] == pytest.approx(math.sqrt(3), rel=1e-3)
     assert torch.equal(group_advantages(rewards, zero=True), torch.zeros(3, 4))
+    step = 2.0**-10
+    near = group_advantages(torch.tensor([[1000.0, 1000.0 + step, 1000.0 + step]]))  # fp32 has no number for their mean
+    assert near[0, 0] == pytest.approx(-2 * step / (math.sqrt(2) * step + 3e-4), rel=1e-6)
 
 
 def loss_of(logprob: float, behaviour: float, advantage: float) -> tuple[float, int, float]:
