@@ -48,7 +48,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--recipe", choices=tuple(RECIPES), help="by default the device's; tiny is for tests, and learns little")
     add("--model", type=_path, metavar="DIR", help="a Hugging Face folder: Qwen2.5, Qwen3 or Llama")
     add("--engine", choices=("own", "vllm"), default="own", help="vllm needs --model and a GPU")
-    add("--task", metavar="FILE", help="JSON lines with prompts; by default arithmetic, or countdown with --model")
+    add("--task", type=_path, metavar="FILE", help="JSON lines with prompts, in place of countdown")
     add("--reward", type=_path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
     add("--memory", choices=tuple(REGIONS), default="memsaver", help="the memory of both; see savers.py")
     add("--late", action="store_true", help="the optimizer's state moves while both work; with --memory memsaver")
@@ -118,7 +118,7 @@ def _recipe(found: argparse.Namespace) -> Recipe:
 def _task(found: argparse.Namespace, recipe: Recipe) -> Task:
     seed, sizes = found.seed, {"held_out": recipe.held_out, "max_new_tokens": recipe.max_new_tokens}
     if found.task:
-        return prompts(Path(found.task), found.reward, TextTokenizer(found.model), **sizes, seed=seed)
+        return prompts(found.task, found.reward, TextTokenizer(found.model), **sizes, seed=seed)
     if found.model:
         return countdown(TextTokenizer(found.model), problems=recipe.problems, **sizes, seed=seed)
     return arithmetic(recipe.largest, recipe.terms, recipe.problems, recipe.held_out, recipe.slip_share, seed)

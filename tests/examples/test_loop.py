@@ -150,10 +150,14 @@ def test_two_ranks_that_die_are_replaced_and_give_the_identical_curve_also_when_
     kept = ("--checkpoint-dir", str(tmp_path))
     shutil.copytree(made / "step-00000002", tmp_path / "step-00000002")
     (tmp_path / "partial-00000003").mkdir()  # never taken
+    (tmp_path / "task").write_text('{"prompt": "1"}\n' * 9)
+    (tmp_path / "reward").write_text("def reward(fields, text): return 0.0")
+    task = ("--task", str(tmp_path / "task"), "--reward", str(tmp_path / "reward"))
     for other, text in (
         ((), "step-00000002' already; expected"),
         (("--resume", "--seed", "1"), "seed is '0'; expected '1'"),
         (("--resume", "--engines", "2"), "engines is '1'; expected '2'"),
+        (("--resume", *task), f"task is 'None'; expected '{tmp_path / 'task'}'"),
     ):
         assert command.main([*RUN, "--model", str(folder), *kept, *other]) == command.FAILED
         assert text in capsys.readouterr().err

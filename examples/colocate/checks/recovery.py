@@ -28,7 +28,7 @@ class RecoverableLoop(CheckedLoop):
         """Raises CheckpointError, before any actor is made, if the run cannot continue from the checkpoints."""
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         # What the curve depends on. Steps and their number do not matter to those that are done, but for the rates.
-        names = ("device", "ranks", "engines", "engine_ranks", "seed", "zero_advantages", "model")
+        names = ("device", "ranks", "engines", "engine_ranks", "seed", "zero_advantages", "model", "task", "reward")
         self._settings = {"format": "2"} | {name: str(getattr(options, name)) for name in names}
         self._settings |= {f"recipe.{name}": repr(value) for name, value in vars(recipe).items()}
         if self.checkpoints is not None:
