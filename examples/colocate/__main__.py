@@ -20,11 +20,12 @@ from .model.folder import FolderError
 from .options import Options, parse
 from .rollout import HungError
 from .savers import variables
+from .task import TaskError
 from .trainer.interface import CheckpointError, NonFiniteError
 
 FAILED, NOT_LEARNED = 1, 4  # exit statuses
 # They explain themselves.
-_EXPECTED = (CheckError, CheckpointError, FolderError, HungError, NonFiniteError, memsaver.Error)
+_EXPECTED = (CheckError, CheckpointError, FolderError, HungError, NonFiniteError, TaskError, memsaver.Error)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
             loop.write_log({"options": vars(options), "hardware": hardware, "torch": torch.__version__})
             loop.run()
             loop.check_counts()
-            learned, text = True, f"stopped after step {loop.last} of {recipe.steps}; --resume goes on"
-            if loop.last == recipe.steps:
+            learned, text = True, f"stopped after step {loop.steps_done} of {recipe.steps}; --resume goes on"
+            if loop.steps_done == recipe.steps:
                 after = loop.rollouts.held_out_rewards()
                 learned, text = verdict(loop.warm, after)
                 loop.write_log({"held_out": sum(after) / len(after), "after": "end", "learned": learned})

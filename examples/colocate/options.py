@@ -16,7 +16,7 @@ from .countdown import countdown
 from .prompts import TextTokenizer, prompts
 from .recipes import GIB, MIB, RECIPES, Recipe, of_folder
 from .savers import REGIONS, import_saver
-from .task import Task
+from .task import Task, TaskError
 
 _DESCRIPTION = "The RL loop: an engine and a trainer, two Ray actors on one device, take turns through memsaver."
 
@@ -52,22 +52,22 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--reward", type=_path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
     add("--memory", choices=tuple(REGIONS), default="memsaver", help="the memory of both; see savers.py")
     add("--late", action="store_true", help="the optimizer's state moves while both work; with --memory memsaver")
-    add("--ranks", type=_number(int, 1), default=1, help="ranks of the trainer, one for each GPU")
-    add("--engines", type=_number(int, 1), help="number of engines; by default as many as there are ranks for")
-    add("--engine-ranks", type=_number(int, 1), default=1, help="of each engine, by tensor parallel")
+    add("--ranks", type=_number(1), default=1, help="ranks of the trainer, one for each GPU")
+    add("--engines", type=_number(1), help="number of engines; by default as many as there are ranks for")
+    add("--engine-ranks", type=_number(1), default=1, help="of each engine, by tensor parallel")
     add("--engine-dtype", choices=("float32", "bfloat16"), help="by default the recipe's")
-    for name, kind in (("steps", int), ("warm_up_steps", int), ("prompts", int), ("held_out", int), ("rate", float)):
-        add(f"--{name.replace('_', '-')}", type=_number(kind, 0), help="by default the recipe's")
-    add("--max-new-tokens", type=_number(int, 1), help="tokens of a completion; by default the recipe's")
-    add("--kv-blocks", type=_number(int, 2), help="of each engine; by default the recipe's, or all that fit")
+    for name, least in (("steps", 1), ("warm_up_steps", 0), ("prompts", 1), ("held_out", 2), ("rate", 0.0)):
+        add(f"--{name.replace('_', '-')}", type=_number(least), help="by default the recipe's")
+    add("--max-new-tokens", type=_number(1), help="tokens of a completion, with --model; by default the recipe's")
+    add("--kv-blocks", type=_number(2), help="of each engine; by default the recipe's, or all that fit")
     add("--seed", type=int, default=0)
     add("--zero-advantages", action="store_true", help="control: no weight changes")
     add("--deterministic", action="store_true", help="the trainers use torch's deterministic algorithms")
-    add("--answer-within", type=_number(float, 0.1), default=600.0, metavar="S", help="a slower actor counts as hung")
+    add("--answer-within", type=_number(0.1), default=600.0, metavar="S", help="a slower actor counts as hung")
     add("--checkpoint-dir", type=_path, metavar="DIR", help="folder for checkpoints, shared by all nodes")
-    add("--checkpoint-every", type=_number(int, 1), default=5, help="steps between two checkpoints")
+    add("--checkpoint-every", type=_number(1), default=5, help="steps between two checkpoints")
     add("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    add("--stop-after", type=_number(int, 1), metavar="STEP", help="end after this step, with a checkpoint")
+    add("--stop-after", type=_number(1), metavar="STEP", help="end after this step, with a checkpoint")
     add("--kill", type=_kills, default=(), metavar="ROLE:STEP,...", help="drill: kill an actor in a step")
     add("--log", type=_path, metavar="FILE", help="one JSON line per step, written at once")
     found = parser.parse_args(arguments, namespace=Options())
@@ -82,6 +82,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     if found.engine == "vllm" and (not fits_vllm or found.checkpoint_dir):
         needs = "--device cuda and --model, --memory memsaver, one rank of each engine, and no --checkpoint-dir"
         parser.error(f"--engine is 'vllm'; expected it with {needs}")
+    if found.max_new_tokens and not found.model:
+        parser.error("--max-new-tokens needs --model: completions of arithmetic have as many as their sums")
     if found.late and found.memory != "memsaver":
         parser.error(f"--late needs --memory memsaver; it is {found.memory!r}")
     for name in ("resume", "stop_after", "kill"):
@@ -92,6 +94,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
             import_saver(found.device)
         recipe = _recipe(found)
         task = _task(found, recipe)
+        _check_task(recipe, task)
         late = [f"{role}:{step}" for role, step in found.kill if step > recipe.steps]
         if late:
             parser.error(f"--kill: {late[0]}; expected a step of the run, 1 to {recipe.steps}")
@@ -124,8 +127,27 @@ def _task(found: argparse.Namespace, recipe: Recipe) -> Task:
     return arithmetic(recipe.largest, recipe.terms, recipe.problems, recipe.held_out, recipe.slip_share, seed)
 
 
-def _number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
-    """Reads numbers of `least` or more."""
+def _check_task(recipe: Recipe, task: Task) -> None:
+    """Raises TaskError for what would end the run in a later step."""
+    if recipe.prompts > len(task.train):
+        raise TaskError(f"--prompts is {recipe.prompts}; expected at most the {len(task.train)} problems to train on")
+    if recipe.warm_up_steps and task.demonstrate is None:
+        raise TaskError(f"--warm-up-steps is {recipe.warm_up_steps}; expected 0: the task has no demonstrations")
+    vocabulary, most, block = recipe.model.vocab_size, recipe.model.max_position, recipe.engine.block_size
+    for problem in (*task.train, *task.held_out):
+        tokens = task.tokenizer.encode(problem.prompt)
+        prompt = f"the prompt {problem.prompt[:40]!r} has {len(tokens)} tokens"
+        if not 1 <= len(tokens) < most or max(tokens) >= vocabulary:
+            found = f"{prompt}, up to number {max(tokens, default=0)}"
+            raise TaskError(f"{found}; expected 1 to {most - 1}, of a vocabulary of {vocabulary}")
+        needed = 1 + -(-(min(len(tokens) + task.max_new_tokens, most) - 1) // block)  # one is the engine's own
+        if recipe.kv_blocks is not None and recipe.kv_blocks < needed:
+            raise TaskError(f"--kv-blocks is {recipe.kv_blocks}; expected {needed} or more: {prompt}")
+
+
+def _number(least: float) -> Callable[[str], float]:
+    """Reads numbers of `least` or more, and of its type."""
+    kind = type(least)
 
     def read(text: str) -> float:
         value = kind(text)

@@ -33,6 +33,7 @@ from examples.colocate.loop import TrainerActor  # noqa: E402
 from examples.colocate.model import EngineWeights, parameter_shapes  # noqa: E402
 from examples.colocate.model.folder import load_config  # noqa: E402
 from examples.colocate.rollout import HungError, answers  # noqa: E402
+from examples.colocate.task import TaskError  # noqa: E402
 from tests.examples.model_support import save_model, save_tokenizer  # noqa: E402
 from tests.ray_nursery import forked_workers  # noqa: E402
 from tests.support import fresh_device  # noqa: E402
@@ -206,6 +207,25 @@ def test_an_actor_that_hangs_is_named_after_a_bound() -> None:
         ray.kill(actor)
 
 
+def test_the_end_of_a_run_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a reward that is no number, and of a run that has gone further than it is asked to."""
+
+    def fail() -> None:
+        raise TaskError("reward() returned nan; expected a finite number")
+
+    loop = SimpleNamespace(
+        run=fail, close=lambda: None, write_log=lambda line: None, check_counts=lambda: None, passed={}, counts={},
+        last=1, steps_done=2, warm=[0.0, 1.0], rollouts=SimpleNamespace(held_out_rewards=lambda: [1.0, 1.0]),
+    )  # fmt: skip
+    monkeypatch.setattr(command, "RecoverableLoop", lambda *given: loop)
+    arguments = ["--device", "cpu", "--recipe", "tiny"]
+    assert command.main(arguments) == command.FAILED
+    assert capsys.readouterr().err == "FAILED: reward() returned nan; expected a finite number\n"
+    loop.run = lambda: None
+    assert command.main(arguments) == command.NOT_LEARNED
+    assert "held-out reward 0.500 -> 1.000" in capsys.readouterr().out
+
+
 def test_two_actors_take_turns_and_learn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(two_actors, "DEVICE", "cpu")
     monkeypatch.setattr(sys, "argv", ["two_actors", "--steps", "13"])
@@ -218,7 +238,10 @@ def test_two_actors_take_turns_and_learn(monkeypatch: pytest.MonkeyPatch, capsys
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--steps -1", "--steps: '-1'; expected an integer of 0 or more"),
+        ("--steps 0", "--steps: '0'; expected an integer of 1 or more"),
+        ("--prompts 3841", "--prompts is 3841; expected at most the 3840 problems to train on"),
+        ("--kv-blocks 9", "--kv-blocks is 9; expected 10 or more: the prompt '12+34=21,64 "),
+        ("--max-new-tokens 3", "--max-new-tokens needs --model"),
         ("--engine vllm", "--engine is 'vllm'; expected it with --device cuda and --model"),
         ("--log .", "Is a directory: "),
         ("--checkpoint-dir old", "File exists: "),

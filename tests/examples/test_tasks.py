@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from examples.colocate import arithmetic as sums
 from examples.colocate import countdown as games
 from examples.colocate.arithmetic import arithmetic
 from examples.colocate.countdown import countdown
+from examples.colocate.options import _check_task
 from examples.colocate.prompts import TextTokenizer, load_reward, prompts
+from examples.colocate.recipes import RECIPES
 from examples.colocate.task import CharacterTokenizer, Task, TaskError
 from tests.examples.model_support import save_tokenizer
 
@@ -143,6 +146,25 @@ def test_prompts_and_reward_of_the_user(tmp_path: Path) -> None:
 def test_wrong_prompts_are_refused(tmp_path: Path, lines: list[str], match: str) -> None:
     with pytest.raises(TaskError, match=match):
         written(tmp_path, lines)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "match"),
+    [
+        ("", "the prompt '' has 0 tokens, up to number 0; expected 1 to 127, of a vocabulary of 15"),
+        ("!" * 128, "has 128 tokens, up to number 1; expected 1 to 127"),
+        ("!z", "the prompt '!z' has 2 tokens, up to number 90; expected 1 to 127, of a vocabulary of 15"),
+        ("!" * 50, "--kv-blocks is 40; expected 65 or more: the prompt '!+' has 50 tokens"),
+    ],
+)
+def test_a_prompt_that_would_end_a_later_step_is_refused(tmp_path: Path, prompt: str, match: str) -> None:
+    recipe = replace(RECIPES["tiny"], prompts=1, warm_up_steps=0, kv_blocks=40)
+    lines = [json.dumps({"prompt": each}) for each in ("!", prompt)]
+    _check_task(recipe, replace(written(tmp_path, lines[:1] * 2), max_new_tokens=8))
+    with pytest.raises(TaskError, match=match):
+        _check_task(recipe, replace(written(tmp_path, lines), max_new_tokens=80))
+    with pytest.raises(TaskError, match="--warm-up-steps is 1; expected 0: the task has no demonstrations"):
+        _check_task(replace(recipe, warm_up_steps=1), written(tmp_path, lines))
 
 
 @pytest.mark.parametrize(
