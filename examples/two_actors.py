@@ -35,7 +35,7 @@ RESTORE = {"sync": {"engine": {"weights": False}}}  # and no copy in
 
 
 def load(path: str | None, dtype: torch.dtype, region: memsaver.Region) -> Any:
-    """A model of transformers with its parameters and buffers in a region."""
+    """A model of transformers with its parameters in a region. Its constants are not: no sync writes them."""
     if path is None:
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
         config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
@@ -43,8 +43,10 @@ def load(path: str | None, dtype: torch.dtype, region: memsaver.Region) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     else:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    for tensor in (*model.parameters(), *model.buffers()):  # tied parameters come once
-        tensor.data = region.empty(tuple(tensor.shape), tensor.dtype).copy_(tensor.detach())
+    for parameter in model.parameters():  # tied ones come once
+        parameter.data = region.empty(tuple(parameter.shape), parameter.dtype).copy_(parameter.detach())
+    for buffer in model.buffers():
+        buffer.data = buffer.to(DEVICE)
     return model
 
 
@@ -74,7 +76,7 @@ class Engine(Worker):
         self.cache.reset()
         tokens: Tensor = self.model.generate(
             prompts.to(DEVICE), past_key_values=self.cache, max_new_tokens=COMPLETION, min_new_tokens=COMPLETION,
-            do_sample=True, top_k=0, disable_compile=True,
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, disable_compile=True,  # the model's own distribution
         )  # fmt: skip
         return tokens.cpu()
 

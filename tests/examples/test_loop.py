@@ -227,12 +227,34 @@ def test_the_end_of_a_run_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_two_actors_take_turns_and_learn(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Engine(two_actors.Engine):
+        def setup(self, path: str | None) -> None:
+            super().setup(path)
+            self.constants = [each.clone() for each in self.model.buffers()]
+
+        def generate(self, prompts: torch.Tensor) -> torch.Tensor:
+            assert self.constants and all(map(torch.equal, self.constants, self.model.buffers()))
+            return super().generate(prompts)
+
+    monkeypatch.setattr(two_actors, "Engine", Engine)
     monkeypatch.setattr(two_actors, "DEVICE", "cpu")
     monkeypatch.setattr(sys, "argv", ["two_actors", "--steps", "13"])
     two_actors.main()
     rewards = [float(each) for each in re.findall(r"step \d+: reward ([\d.]+)", capsys.readouterr().out)]
     assert len(rewards) == 13
     assert max(rewards[-3:]) > rewards[0] + 0.08
+
+
+def test_settings_of_a_folder_do_not_change_how_the_engine_samples(tmp_path: Path) -> None:
+    """The trainer learns from samples of the model's own distribution."""
+    model = save_model(tmp_path, "Qwen3", vocab_size=16, max_position_embeddings=64, head_dim=8)
+    model.generation_config.update(do_sample=True, temperature=1e-3, top_p=1e-3)
+    model.save_pretrained(tmp_path)
+    engine = ray.remote(num_cpus=0)(two_actors.Engine).remote()
+    ray.get(engine.setup.remote(str(tmp_path)))
+    tokens = ray.get(engine.generate.remote(torch.zeros(two_actors.SAMPLES, two_actors.PROMPT, dtype=torch.int64)))
+    assert len(tokens.unique(dim=0)) > 1
+    ray.kill(engine)
 
 
 @pytest.mark.parametrize(
