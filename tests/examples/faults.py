@@ -188,6 +188,22 @@ FAULTS = [
         arguments=FP32,
     ),
     Fault(
+        "samples_of_one_minibatch",
+        "all updates of a step learn from the same samples",
+        "examples/colocate/loop.py",
+        "samples[part :: self.recipe.minibatches]",
+        "samples[:: self.recipe.minibatches]",
+        check="each token is learned from once",
+    ),
+    Fault(
+        "samples_of_a_rank_lost",
+        "samples are dealt to more ranks than there are",
+        "examples/colocate/trainer/trainer.py",
+        "samples, self.rank, self.world_size,",
+        "samples, self.rank, 2 * self.world_size,",
+        check="each token is learned from once",
+    ),
+    Fault(
         "updates_applied_twice",
         "each step of the optimizer is two",
         "examples/colocate/trainer/trainer.py",

@@ -126,6 +126,7 @@ HONEST = {
     "tokens are the same after a pause": 2,
     "advantages are of the group": 2,
     "log-probabilities agree": 2,
+    "each token is learned from once": 2,
     "tokens are the policy's": 2,
     "each update is applied once": 2,
     "prefix_hit_tokens above zero": 1,

@@ -100,12 +100,16 @@ class CheckedLoop(Loop):
         return rollout
 
     def train(self, samples: Sequence[Sample]) -> tuple[StepMetrics, TokenStatistics]:
-        """The tokens are those of the trainer's policy, and each update is applied once."""
+        """The tokens are those of the trainer's policy. Each is learned from, and each update applied, once."""
         metrics, found = super().train(samples)
         (most, mean), largest_gap, mean_gap = self.bounds, float(found.gap_N.max()), float(found.gap_N.mean())
         is_near = largest_gap <= most and mean_gap <= mean  # False for NaN
         text = f"they differ by {largest_gap:.2g} nats at most and {mean_gap:.2g} in the mean"
         self.check("log-probabilities agree", is_near, f"{text}; expected {most:g} and {mean:g}")
+        sampled = torch.tensor([value for each in samples for value in each.logprobs or ()]).double()
+        is_whole = torch.equal(sampled.sort().values, found.sampler_N.sort().values)
+        text = f"the trainers had {len(found.gap_N)} tokens, or others than the {len(sampled)} that were sampled"
+        self.check("each token is learned from once", is_whole, text)
         self.surprise = [sum(pair) for pair in zip(self.surprise, found.surprise)]
         z = standard_errors(*self.surprise)
         text = f"mean(-log p) is {z:+.1f} standard errors from the entropy; expected {Z_BOUND:g} at most"
