@@ -169,6 +169,8 @@ def test_two_ranks_that_die_are_replaced_and_give_the_identical_curve_also_when_
     assert [line["went_back_to"] for line in resumed.lines if "went_back_to" in line] == [2, 2, 2]
     assert resumed.curve() == undisturbed.curve()[2:]
     assert resumed.lines[-1] == undisturbed.lines[-1]
+    one, other = (json.loads((each / "step-00000003/loop.json").read_text()) for each in (made, tmp_path))
+    assert all(one[name] == other[name] for name in ("step", "settings", "task", "engines", "warm", "surprise"))
 
 
 @pytest.mark.parametrize(("engines", "gathers"), [("a", False), ("b", True), ("ab", True)])
