@@ -394,6 +394,8 @@ def _top(options: argparse.Namespace) -> int:
 
     status = _for_each(paths, add)
     devices = [_figures(name) for name in _without_pool(options.device, {path.stem for path in paths})]
+    if status and not pools and not devices:
+        return status
     if options.json:
         if note:
             print(f"memsaver: {note}", file=sys.stderr)

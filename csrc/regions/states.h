@@ -1,5 +1,5 @@
-// The states of a region, and the policies for its contents. csrc/preload has the numbers of policies, Python the names.
-// No other file defines them.
+// The states of a region, and the policies for its contents. csrc/preload has the numbers of policies, Python the
+// names. No other file defines them.
 #pragma once
 
 #include <array>
