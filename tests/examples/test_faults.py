@@ -188,6 +188,16 @@ def test_a_run_without_its_pressure_is_void(run: Run, monkeypatch: Patch, name: 
         run("--steps", "1", kv_blocks=1000 if name == "preemptions" else 64)
 
 
+def test_prompts_of_less_than_a_block_need_no_prefix_hits(run: Run) -> None:
+    loop = run("--steps", "1")
+    loop.counts["prefix_hit_tokens"] = 0
+    with pytest.raises(CheckError, match="prefix_hit_tokens"):
+        loop.check_counts()
+    longest = max(len(loop.task.tokenizer.encode(each.prompt)) for each in loop.task.train)
+    loop.recipe = dataclasses.replace(loop.recipe, engine=EngineConfig(block_size=longest))
+    loop.check_counts()
+
+
 def test_a_step_that_is_not_finite_ends_the_run(run: Run, monkeypatch: Patch) -> None:
     step = example.TrainerActor.train
 
