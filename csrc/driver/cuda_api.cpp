@@ -101,9 +101,16 @@ bool loses_context(Result code) {
 // not known.
 std::vector<Holding> holdings(Device gpu) {
   void* device = nvml_device(uuid_of(platform(), gpu));
+  if (device == nullptr) return {};
+  constexpr int kTooFewRows = 7;
   std::vector<NvmlProcess> rows(256);
   auto count = static_cast<unsigned>(rows.size());
-  if (device == nullptr || nvml().running(device, &count, rows.data()) != 0) return {};
+  int code = 0;
+  while ((code = nvml().running(device, &count, rows.data())) == kTooFewRows) {
+    rows.resize(2 * rows.size());
+    count = static_cast<unsigned>(rows.size());
+  }
+  if (code != 0) return {};
   std::vector<Holding> found;
   constexpr auto kUnknown = static_cast<unsigned long long>(-1);
   for (unsigned i = 0; i < count; ++i)

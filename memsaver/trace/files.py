@@ -36,14 +36,17 @@ def read(paths: Iterable[str]) -> Events:
             try:
                 event = json.loads(text)
                 is_name = event["ph"] == "M"
-            except (ValueError, KeyError, TypeError):
+                boot = event["args"].get("boot") if is_name else None
+                if not is_name:
+                    float(event["ts"])
+            except (ValueError, KeyError, TypeError, AttributeError):  # also a line of another program
                 torn += 1
                 continue
+            if boot:
+                boots.setdefault(boot, path)
+                is_trace = True
             if is_name:
                 names[text] = event
-                if boot := event["args"].get("boot"):
-                    boots.setdefault(boot, path)
-                    is_trace = True
             else:
                 events.append(event)
         if not is_trace:

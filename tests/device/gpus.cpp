@@ -415,6 +415,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void* device, unsigned* count, NvmlP
   std::istringstream others(text_option(ordinal, "processes"));
   char separator = 0;
   for (NvmlProcess row{}; others >> row.pid >> separator >> row.used_bytes; others >> separator) found.push_back(row);
+  if (found.size() > *count) return 7;  // too few rows
   std::copy(found.begin(), found.end(), rows);
   *count = static_cast<unsigned>(found.size());
   return 0;

@@ -537,6 +537,11 @@ def test_the_rows_of_a_gpu_that_lists_its_processes() -> None:
     assert rows_of(device) == expected and segment.nbytes
 
 
+def test_a_gpu_lists_any_number_of_processes() -> None:
+    device = gpu(processes=",".join(f"{pid}:1" for pid in range(5000, 5600)))
+    assert _core.open_cuda_memory(gpus.ordinal(device)).compute_pids() == [*range(5000, 5600)]
+
+
 def test_the_doctor_has_the_facts_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = len(_core.gpu_facts())
     gpu(mig=1, fabric=1)

@@ -403,7 +403,7 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.L
 def test_files_that_are_no_traces_or_of_another_boot_are_named(file: Path, make: Make, tmp_path: Path) -> None:
     make("host").pause()
     boot = next(each["args"]["boot"] for each in of(file) if each["name"] == "process_name")
-    (tmp_path / "text").write_text("{}\n")
+    (tmp_path / "text").write_text('{}\n{"ph": "X"}\n{"ph": "M"}\n{"ph": "M", "args": 1}\n')
     (tmp_path / "other").write_text(file.read_text().replace(boot, "another"))
     for arguments, error in (
         (("merge", file, tmp_path / "text"), f"{tmp_path}/text is no trace: expected a file of configure(trace=...)"),
