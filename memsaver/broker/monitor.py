@@ -224,8 +224,12 @@ class ProcessMonitor:
             file = os.pidfd_open(pid)
         except ProcessLookupError:
             return
-        now = procfs.read(pid)
         is_known = any(number == pid and not procfs.has_exited(known) for known, number in process.children.items())
+        try:
+            now = procfs.read(pid)
+        except OSError:  # such as for lack of descriptors, of which this is the last one
+            os.close(file)
+            raise
         if now is None or start not in (None, now.start) or is_known or procfs.has_exited(file):
             os.close(file)
             return

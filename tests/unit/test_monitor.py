@@ -16,7 +16,7 @@ import pytest
 from memsaver.broker import monitor, procfs
 from memsaver.broker.monitor import Process, ProcessMonitor
 from memsaver.broker.protocol import RefusedError
-from tests.support import end_main_thread
+from tests.support import descriptors, end_main_thread
 
 
 class World:
@@ -284,6 +284,25 @@ def test_children_without_the_sentinel_and_their_children_are_found(
         world.kill(pid)
         world.turn(lambda: pid not in process.children.values())  # noqa: B023
     world.turn(lambda: len(world.said) == 2)
+
+
+def test_a_child_whose_status_cannot_be_read_leaves_no_descriptor(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For lack of descriptors: each failed scan would keep one more."""
+    process, write = world.client()
+    world.fork()
+    world.kill(process.pid)
+    world.turn(lambda: world.said)
+    status = procfs.Status(world.children[-1], os.getpid(), 0, 0, "S")
+    with monkeypatch.context() as now:
+        now.setattr(procfs, "read", exhausted)
+        now.setattr(procfs, "keepers", lambda _: iter([(status, set(process.sentinels))]))
+        before = descriptors()
+        world.monitor._scan_at = 0.0
+        world.turn()
+        assert descriptors() == before
+    os.close(write)
 
 
 def test_children_that_cannot_be_watched_refuse_a_client(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
