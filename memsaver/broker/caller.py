@@ -140,7 +140,8 @@ def status(path: Path, timeout_s: float = _ADMIN_S) -> dict[str, Any]:
 
 def free_bytes(pool: Mapping[str, Any]) -> int:
     """The part of a pool's capacity that no client has, by its status."""
-    return int(pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"])
+    # Clients of an earlier broker may have brought more than the capacity.
+    return max(0, int(pool["capacity_bytes"] - pool["total_bytes"] + pool["idle_bytes"]))
 
 
 def release_idle(path: Path, keep_bytes: int = 0) -> int:

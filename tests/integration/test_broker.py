@@ -150,6 +150,15 @@ def test_a_client_with_many_chunks_rejoins_in_several_packets(broker: Local) -> 
     assert again.is_refused()[0] == "malformed"
 
 
+def test_a_pool_with_more_than_its_capacity_has_nothing_free(broker: Local) -> None:
+    """Clients of an earlier broker with a larger one have brought it."""
+    client = broker.client(bring=False)
+    client.bring(*((number, LARGE) for number in range(1, 6)))
+    client.look()
+    assert broker.status()["total_bytes"] == 5 * LARGE > GIB
+    assert caller.free_bytes(broker.status()) == 0
+
+
 def test_chunks_of_an_earlier_broker_are_lent_to_no_other_client(broker: Local) -> None:
     """They count until the client has dropped its handles. Then the memory is created anew."""
     one = broker.client()
