@@ -6,10 +6,13 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <mutex>
 
+#include "base/clock.h"
 #include "base/errors.h"
 
 namespace memsaver {
@@ -127,9 +130,11 @@ std::optional<Message> Link::receive() {
 
 Message Link::expect(wire::Kind kind, std::chrono::milliseconds timeout) {
   pollfd ready{socket_.get(), POLLIN, 0};
+  const Deadline deadline = Clock::now() + timeout;
   int found = 0;
   do {
-    found = ::poll(&ready, 1, static_cast<int>(timeout.count()));
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    found = ::poll(&ready, 1, std::max(0, static_cast<int>(left.count())));
   } while (found < 0 && errno == EINTR);
   std::optional<Message> message = found > 0 ? receive() : std::nullopt;
   if (!message) throw BrokerError("the broker at " + path + " does not answer", path);

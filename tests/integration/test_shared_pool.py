@@ -577,6 +577,18 @@ def test_a_broker_that_refuses_or_sends_malformed_messages_is_left() -> None:
             fake.channel.close()
 
 
+def test_signals_do_not_prolong_the_wait_for_a_broker_that_hangs() -> None:
+    """A timer's signal, as of a profiler, comes more often than the wait is long."""
+    with tempfile.TemporaryDirectory(prefix="ms") as directory:
+        settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": directory}
+        with Fork(settings, "tests.pool_support") as worker:
+            uuid = worker.run("print(_core.device_uuid('cpu'))")
+            silent = FakeBroker(f"{directory}/{uuid}.sock", Message("welcome"))
+            worker.run("signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 1, 1)")
+            assert "does not answer" in worker.run("print(raised(lambda: memsaver.configure(pool='shared')))")
+            silent.channel.close()
+
+
 def test_the_next_broker_hears_nothing_of_a_chunk_that_could_not_be_imported() -> None:
     """It would refuse a client that returns an unknown chunk."""
     with tempfile.TemporaryDirectory(prefix="ms") as directory:
