@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -84,8 +85,18 @@ Link::Link(const std::string& to) : path(to), socket_(::socket(AF_UNIX, SOCK_SEQ
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof address.sun_path) throw BrokerError("'" + path + "' is too long for a socket", path);
   std::memcpy(address.sun_path, path.data(), path.size());
-  if (socket_.get() < 0 || ::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0)
-    throw BrokerError("there is no broker at " + path + ": " + std::strerror(errno), path);
+  int result = socket_.get();
+  if (result >= 0) {
+    const Deadline deadline = Clock::now() + kAnswerTimeout;
+    const timeval most{std::chrono::seconds(kAnswerTimeout).count(), 0};  // for a place in the broker's backlog
+    ::setsockopt(socket_.get(), SOL_SOCKET, SO_SNDTIMEO, &most, sizeof most);
+    do {
+      result = ::connect(socket_.get(), reinterpret_cast<const sockaddr*>(&address), sizeof address);
+    } while (result != 0 && errno == EINTR && Clock::now() < deadline);
+  }
+  if (result != 0 && (errno == EAGAIN || errno == EINTR))
+    throw BrokerError("the broker at " + path + " does not accept connections", path);
+  if (result != 0) throw BrokerError("there is no broker at " + path + ": " + std::strerror(errno), path);
 }
 
 void Link::send(Message message) {

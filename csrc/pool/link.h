@@ -17,7 +17,7 @@ constexpr auto kAnswerTimeout = std::chrono::seconds(10);  // for an answer of a
 
 class Link : Immovable {
  public:
-  // Throws BrokerError if no broker accepts connections at this path.
+  // Throws BrokerError if no broker accepts connections at this path within kAnswerTimeout.
   explicit Link(const std::string& path);
 
   const std::string path;

@@ -100,22 +100,36 @@ def found() -> list[Path]:
 
 
 def connect(path: Path) -> socket.socket:
-    """Connects to a broker. Raises BrokerError if none accepts."""
+    """Connects to a broker, without a wait. Raises BrokerError if none accepts."""
+    tried = _tried(path)
+    if isinstance(tried, BlockingIOError):
+        text = f"the broker at {path} does not accept connections: its queue of them is full"
+        raise BrokerError(text, path=str(path))
+    if isinstance(tried, OSError):
+        raise BrokerError(f"there is no broker at {path}: {tried.strerror}", path=str(path))
+    return tried
+
+
+def accepts(path: Path) -> bool:
+    """Whether a broker listens at this path. It may hang, also with so many callers that its queue is full."""
+    tried = _tried(path)
+    if isinstance(tried, OSError):
+        return isinstance(tried, BlockingIOError)
+    tried.close()
+    return True
+
+
+def _tried(path: Path) -> socket.socket | OSError:
+    """A connection, or the error. BlockingIOError: the queue is full, and connect() would wait without a bound."""
     channel = protocol.new_socket()
+    channel.setblocking(False)
     try:
         channel.connect(str(path))
     except OSError as error:
         channel.close()
-        raise BrokerError(f"there is no broker at {path}: {error.strerror}", path=str(path)) from None
+        return error
+    channel.setblocking(True)
     return channel
-
-
-def accepts(path: Path) -> bool:
-    try:
-        connect(path).close()
-    except BrokerError:
-        return False
-    return True
 
 
 class Listener:

@@ -589,6 +589,23 @@ def test_signals_do_not_prolong_the_wait_for_a_broker_that_hangs() -> None:
             silent.channel.close()
 
 
+def test_a_broker_whose_queue_of_connections_is_full_is_not_waited_for() -> None:
+    """As of one that is stopped: connect() has no bound of its own."""
+    with tempfile.TemporaryDirectory(prefix="ms") as directory:
+        settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": directory}
+        with Fork(settings, "tests.pool_support") as worker:
+            uuid = worker.run("print(_core.device_uuid('cpu'))")
+            path = Path(directory, f"{uuid}.sock")
+            full = FakeBroker(str(path), Message("welcome"))
+            full.channel.listen(0)
+            worker.run("from memsaver.broker import discovery; from pathlib import Path")
+            worker.run(f"first = discovery.connect(Path({str(path)!r}))")
+            for call in ("memsaver.configure(pool='shared')", f"discovery.connect(Path({str(path)!r}))"):
+                assert "does not accept connections" in worker.run(f"print(raised(lambda: {call}))")
+            assert worker.run("print(*discovery.found())") == str(path)
+            full.channel.close()
+
+
 def test_the_next_broker_hears_nothing_of_a_chunk_that_could_not_be_imported() -> None:
     """It would refuse a client that returns an unknown chunk."""
     with tempfile.TemporaryDirectory(prefix="ms") as directory:
