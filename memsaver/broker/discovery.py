@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -156,9 +157,13 @@ class Listener:
         hidden.chmod(0o600)
         self.channel.listen(4096)
         hidden.rename(self.path)
+        self._inode = self.path.lstat().st_ino
 
     def close(self) -> None:
-        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            # The files here may have been removed while it ran: then the socket is that of another broker.
+            if self.path.lstat().st_ino == self._inode:
+                self.path.unlink()
         self.channel.close()
         os.close(self._lock)
 

@@ -515,6 +515,19 @@ def test_a_detached_broker_closes_the_files_of_its_caller(empty: Running) -> Non
     assert "SIGTERM" in log.read_text()
 
 
+def test_a_broker_whose_files_were_removed_leaves_those_of_the_next_one(broker: Local) -> None:
+    for file in broker.directory.iterdir():
+        file.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMSAVER_POOL_DIR", str(broker.directory))
+        following = discovery.Listener(broker.uuid)
+    broker.stop()
+    assert discovery.accepts(broker.path)
+    following.close()
+    assert not broker.path.exists()
+    broker.start()
+
+
 def test_the_directory_must_be_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path)
