@@ -179,7 +179,8 @@ def _broker(options: argparse.Namespace) -> int:
     if options.detach:
         name = _device(options.device)
         uuid = _memory(name).uuid()
-        if discovery.is_locked(discovery.socket_path(uuid)):
+        path = discovery.socket_path(uuid)
+        if discovery.is_locked(path) or discovery.accepts(path):
             discovery.Listener(uuid).close()  # raises an error with the pid of the broker, if it still runs
         pid, log = daemon.start(uuid, name, options.capacity, options.linger)
         print(f"the broker of {name} ({uuid}) runs with pid {pid}, its log is {log}")

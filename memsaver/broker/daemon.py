@@ -85,8 +85,8 @@ def stop(path: Path, timeout_s: float = _STOP_S) -> int:
     except ProcessLookupError:
         return pid  # it has ended meanwhile
     try:
-        # A process with a lock on the path is the broker, and not a later process with its pid.
-        if discovery.is_locked(path):
+        # A process that accepts at the path, or has a lock there, is the broker, and not a later process with its pid.
+        if discovery.listening_pid(path) == pid or discovery.is_locked(path):
             signal.pidfd_send_signal(file, signal.SIGTERM)
             poll = select.poll()
             poll.register(file, select.POLLIN)

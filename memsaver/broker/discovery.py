@@ -120,6 +120,15 @@ def accepts(path: Path) -> bool:
     return True
 
 
+def listening_pid(path: Path) -> int | None:
+    """The pid of the broker that accepts connections at this path. None: none does, or its queue is full."""
+    tried = _tried(path)
+    if isinstance(tried, OSError):
+        return None
+    with tried:
+        return protocol.peer(tried)[0]
+
+
 def _tried(path: Path) -> socket.socket | OSError:
     """A connection, or the error. BlockingIOError: the queue is full, and connect() would wait without a bound."""
     channel = protocol.new_socket()
@@ -144,10 +153,12 @@ class Listener:
         hidden = _checked(self.path.parent / f"new-{os.getpid()}")
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._lock = os.open(self.path.with_suffix(".lock"), flags, 0o600)
-        if not _lock(self._lock):
-            pid = os.read(self._lock, 32).decode(errors="replace").strip() or "?"
+        other = "" if _lock(self._lock) else os.read(self._lock, 32).decode(errors="replace").strip() or "?"
+        if not other and _is_served(self.path):  # its lock file has been removed, as by a cleaner of /tmp
+            other = str(listening_pid(self.path) or "?")
+        if other:
             os.close(self._lock)
-            raise BrokerError(f"device {uuid} has a broker already (pid {pid}, {self.path})", path=str(self.path))
+            raise BrokerError(f"device {uuid} has a broker already (pid {other}, {self.path})", path=str(self.path))
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         self.channel = protocol.new_socket()
@@ -187,6 +198,14 @@ def _lock(file: int) -> bool:
         except OSError:
             time.sleep(_POLL_S)  # is_locked() of another process holds it for a moment
     return False
+
+
+def _is_served(path: Path) -> bool:
+    for _ in range(_LOCK_TRIES):
+        if not accepts(path):
+            return False
+        time.sleep(_POLL_S)  # the end of a killed broker closes its lock before its socket
+    return True
 
 
 def is_locked(path: Path) -> bool:

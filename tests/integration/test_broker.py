@@ -528,6 +528,18 @@ def test_a_broker_whose_files_were_removed_leaves_those_of_the_next_one(broker: 
     broker.start()
 
 
+def test_a_broker_whose_lock_file_was_removed_still_counts(elsewhere: Running) -> None:
+    """As by a cleaner of /tmp. It is the one of its device, and is stopped."""
+    elsewhere.path.with_suffix(".lock").unlink()
+    for option in ((), ("--detach",)):
+        other = elsewhere.run("broker", *option, "--device", "cpu")
+        assert other.returncode == 1 and f"has a broker already (pid {elsewhere.pid}, " in other.stderr
+    elsewhere.path.with_suffix(".lock").unlink()
+    stopped = elsewhere.run("broker", "--stop", "--device", "cpu")
+    assert stopped.returncode == 0 and f"stopped the broker with pid {elsewhere.pid}\n" in stopped.stdout
+    elsewhere.process.wait(PATIENCE_S)
+
+
 def test_the_directory_must_be_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path)
