@@ -160,7 +160,8 @@ class Listener:
             os.close(self._lock)
             raise BrokerError(f"device {uuid} has a broker already (pid {other}, {self.path})", path=str(self.path))
         os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the pid is for errors alone
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         self.channel = protocol.new_socket()
         hidden.unlink(missing_ok=True)
         # Renamed when it listens, so that no caller finds a socket that refuses. Replaces that of an ended broker.

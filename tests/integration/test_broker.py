@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -538,6 +539,20 @@ def test_a_broker_whose_lock_file_was_removed_still_counts(elsewhere: Running) -
     stopped = elsewhere.run("broker", "--stop", "--device", "cpu")
     assert stopped.returncode == 0 and f"stopped the broker with pid {elsewhere.pid}\n" in stopped.stdout
     elsewhere.process.wait(PATIENCE_S)
+
+
+def test_a_broker_starts_on_a_full_disk(empty: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk of its directory, where the lock has its pid."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    listener = discovery.Listener(empty.uuid)
+    assert discovery.accepts(empty.path) and discovery.is_locked(empty.path)
+    with pytest.raises(errors.BrokerError, match=r"has a broker already \(pid \?"):
+        discovery.Listener(empty.uuid)
+    listener.close()
 
 
 def test_the_directory_must_be_this_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
