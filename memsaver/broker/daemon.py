@@ -62,7 +62,11 @@ def start(
     path = discovery.socket_path(uuid)
     deadline = time.monotonic() + timeout_s
     log = path.with_suffix(".log")
-    began = _open_log(log)
+    try:
+        began = _open_log(log)
+    except OSError as error:
+        text = f"the log of a broker, {log}, cannot be opened: {error.strerror}, expected a file to write"
+        raise BrokerError(text, path=str(path)) from None
     pid = _spawn(uuid, device, capacity, linger_s, log)
     while not discovery.accepts(path):
         failed = not procfs.is_alive(pid) and not discovery.is_locked(path)

@@ -493,6 +493,11 @@ def test_a_broker_that_cannot_start_reports_the_reason(empty: Running) -> None:
         daemon.ensure(empty.uuid, "cpu", timeout_s=0.0)
     until(lambda: not discovery.is_locked(empty.path))
     assert not discovery.accepts(empty.path)
+    log = empty.path.with_suffix(".log")
+    log.unlink()
+    log.mkdir()  # as on a disk that is read-only, it cannot be opened
+    with pytest.raises(errors.BrokerError, match=f"{log}, cannot be opened: Is a directory, expected a file"):
+        daemon.ensure(empty.uuid, "cpu")
 
 
 def test_a_detached_broker_closes_the_files_of_its_caller(empty: Running) -> None:
