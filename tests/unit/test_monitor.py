@@ -237,7 +237,7 @@ def test_a_process_that_the_driver_lists_is_waited_for(world: World) -> None:
     os.close(write)
     world.listed = {process.pid}
     world.kill(process.pid)
-    world.turn(lambda: world.said)
+    world.turn(lambda: process.is_searched and not process.children)  # also of other tests, which exit just then
     for _ in range(3):
         time.sleep(monitor.QUERY_S)
         assert world.monitor.deadlines()[0] <= time.monotonic() + monitor.QUERY_S
