@@ -377,6 +377,18 @@ def test_a_storage_is_kept_from_each_send_to_its_receipt_and_by_receivers(owner:
     assert other.run("print(error.reason)") == "unknown"
 
 
+def test_a_storage_over_the_memory_of_another_is_sent_as_one_with_it(owner: Worker, other: Worker) -> None:
+    """Such as torch.from_dlpack() makes."""
+    owner.run("second = torch.from_numpy(weights.numpy())")
+    send(owner, other, "second")
+    other.run("first = sent")
+    owner.run("del second; gc.collect()")  # the send keeps it
+    send(owner, other, "weights")
+    other.run("got = [pickle.loads(first), pickle.loads(sent)]; assert all(each.sum() == 1770 for each in got)")
+    other.run("assert got[0].data_ptr() == got[1].data_ptr(); del got")
+    owner.run("memsaver.pause(reader_timeout=30)")
+
+
 def test_what_was_sent_and_not_received_is_kept_until_a_pause(owner: Worker, other: Worker) -> None:
     owner.run("del weights; block = region.empty((1 << 20,), torch.float32).fill_(3)")
     send(owner, other, "block")
