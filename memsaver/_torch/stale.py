@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memsaver import _moves
 from memsaver._adapter import loaded
@@ -211,6 +211,8 @@ def _named() -> Iterator[tuple[str, int, int]]:
     for name, found in list(_names.items()):
         if (tensor := found()) is not None:
             for part, local in _parts(name, getattr(tensor, "_local_tensor", tensor)):  # of a DTensor
+                if not torch._C._has_storage(local) or nn.parameter.is_lazy(local):
+                    continue  # sparse, of oneDNN, or without a shape yet
                 if local.is_contiguous():
                     yield part, local.data_ptr(), local.nbytes
                 else:

@@ -136,6 +136,23 @@ def test_random_correct_sequences_give_no_alarm(make: Make) -> None:
         memsaver.check_written()
 
 
+def test_names_of_tensors_without_memory_of_their_own_are_left_out(make: Make) -> None:
+    region = make()
+    model = Model(region)
+    dense = torch.eye(8)
+    model.others = [dense.to_sparse(), dense.to_sparse_csr(), dense.to("meta")]
+    model.others += [dense.to_mkldnn()] if torch.backends.mkldnn.is_available() else []
+    model.later = nn.LazyLinear(4)
+    memsaver.name_tensors(model)
+    region.pause()
+    region.resume()
+    with pytest.raises(memsaver.StaleError) as raised:
+        memsaver.check_written(region)
+    assert {name for name, *_ in raised.value.tensors} == {
+        f"layers.{name}" for name, _ in [*model.layers.named_parameters(), *model.layers.named_buffers()]
+    }
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 def test_contents_that_came_back_and_regions_without_a_resume_are_not_stale(make: Make, lazy: bool) -> None:
     kept, untouched, blank = make("host"), make(), make()
