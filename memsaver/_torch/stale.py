@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,19 @@ _GRANULE = 512  # of allocations on the host driver, whose requested sizes are n
 class _Fill:
     pattern: Tensor  # uint8 [64], on the CPU: four times the same 16 bytes
     blocks: dict[int, int]  # address and bytes of the allocations
+
+
+class _Rows(NamedTuple):
+    """The memory of a tensor: equal parts, whose addresses differ by ``step``."""
+
+    address: int
+    nbytes: int  # of each
+    number: int = 1
+    step: int = 0
+
+    @property
+    def span(self) -> int:
+        return (self.number - 1) * self.step + self.nbytes
 
 
 _fills: weakref.WeakKeyDictionary[Region, _Fill] = weakref.WeakKeyDictionary()
@@ -185,12 +199,12 @@ def _raise(regions: Iterable[Region], only_named: bool = False) -> None:
 def _unwritten(region: Region, made: _Fill, only_named: bool) -> list[tuple[str, int, int]]:
     """Name, bytes, and bytes that hold the pattern."""
     now, is_exact = _blocks(region)
-    named: dict[int, list[tuple[str, int, int]]] = {}
+    named: dict[int, list[tuple[str, _Rows]]] = {}
     kept = sorted(address for address, nbytes in made.blocks.items() if now.get(address) == nbytes)
-    for name, address, nbytes in _named():
-        at = bisect.bisect_right(kept, address) - 1
-        if at >= 0 and address + nbytes <= kept[at] + made.blocks[kept[at]]:
-            named.setdefault(kept[at], []).append((name, address, nbytes))
+    for name, rows in _named():
+        at = bisect.bisect_right(kept, rows.address) - 1
+        if at >= 0 and rows.address + rows.span <= kept[at] + made.blocks[kept[at]]:
+            named.setdefault(kept[at], []).append((name, rows))
     parts, counts = [], []
     with outside(), torch.no_grad():
         # By the offset in a block.
@@ -198,25 +212,47 @@ def _unwritten(region: Region, made: _Fill, only_named: bool) -> list[tuple[str,
         for block in named if only_named else kept:
             # Of a rounded size, all but the last bytes are of the tensor for sure.
             sure = made.blocks[block] - (0 if is_exact else _GRANULE)
-            for name, address, nbytes in named.get(block, [(f"region {region.tag!r} at {block:#x}", block, sure)]):
-                if nbytes >= _LEAST:
-                    parts.append((name, nbytes, min(nbytes, _PIECE)))
-                    counts.append(_count(region.device, address, nbytes, patterns[(address - block) % 16]))
+            for name, rows in named.get(block, [(f"region {region.tag!r} at {block:#x}", _Rows(block, sure))]):
+                if rows.nbytes >= _LEAST:
+                    parts.append((name, rows.number * rows.nbytes, min(rows.nbytes, _PIECE)))
+                    counts.append(_count(region.device, rows, patterns[(rows.address - block) % 16]))
         found = torch.stack(counts).tolist() if counts else []  # one wait for the device
     return [(name, nbytes, pieces * piece) for (name, nbytes, piece), pieces in zip(parts, found) if pieces]
 
 
-def _named() -> Iterator[tuple[str, int, int]]:
-    """Name, address and bytes of the tensors with names that are alive."""
+def _named() -> Iterator[tuple[str, _Rows]]:
+    """Name and memory of the tensors with names that are alive."""
     for name, found in list(_names.items()):
         if (tensor := found()) is not None:
             for part, local in _parts(name, getattr(tensor, "_local_tensor", tensor)):  # of a DTensor
                 if not torch._C._has_storage(local) or nn.parameter.is_lazy(local):
                     continue  # sparse, of oneDNN, or without a shape yet
-                if local.is_contiguous():
-                    yield part, local.data_ptr(), local.nbytes
-                else:
-                    yield part, local.untyped_storage().data_ptr(), local.untyped_storage().nbytes()
+                is_one = local.is_contiguous() or local.is_nested
+                yield part, _Rows(local.data_ptr(), local.nbytes) if is_one else _rows(local)
+
+
+def _rows(tensor: Tensor) -> _Rows:
+    """The memory of a tensor with another order of its dimensions, or a part of each row of another tensor.
+
+    That of its whole storage if it is neither, or if the parts have not the same piece of a pattern.
+    """
+    item, width = tensor.element_size(), 1
+    outer: list[list[int]] = []  # size and stride of what is not one run
+    for stride, size in sorted(zip(tensor.stride(), tensor.size())):
+        last = outer[-1] if outer else None
+        if last is None and stride == width:
+            width *= size
+        elif last is not None and stride == last[0] * last[1]:
+            last[0] *= size
+        elif size > 1:
+            outer.append([size, stride])
+    if not outer:
+        return _Rows(tensor.data_ptr(), width * item)
+    count, step = outer[0][0], outer[0][1] * item
+    if len(outer) > 1 or step % 16 or not _PIECE <= width * item <= step:
+        storage = tensor.untyped_storage()
+        return _Rows(storage.data_ptr(), storage.nbytes())
+    return _Rows(tensor.data_ptr(), width * item, count, step)
 
 
 def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -228,13 +264,15 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield from _parts(f"{name}.{attribute}", getattr(tensor, attribute))
 
 
-def _count(device: str, address: int, nbytes: int, pattern: Tensor) -> Tensor:
+def _count(device: str, rows: _Rows, pattern: Tensor) -> Tensor:
     """The pieces of 64 bytes that hold the pattern. A shorter tensor is one piece."""
-    memory = bytes_at(device, address, nbytes)
-    if nbytes < _PIECE:
-        return (memory == pattern[:nbytes]).all().long()
-    whole = memory[: nbytes // _PIECE * _PIECE]
-    if address % 8 == 0:
+    memory = bytes_at(device, rows.address, rows.span)
+    if rows.nbytes < _PIECE:
+        return (memory == pattern[: rows.nbytes]).all().long()
+    width = rows.nbytes // _PIECE * _PIECE
+    whole = memory.as_strided((rows.number, width), (rows.step or width, 1))
+    if rows.address % 8 == 0:
         whole, pattern = whole.view(torch.int64), pattern.view(torch.int64)
-    counts = [(part.view(-1, pattern.numel()) == pattern).all(1).sum() for part in whole.split(_STEP)]
+    parts = [part for some in whole.split(max(1, _STEP // width)) for part in some.split(_STEP, 1)]
+    counts = [(part.unflatten(1, (-1, pattern.numel())) == pattern).all(2).sum() for part in parts]
     return sum(counts[1:], counts[0])

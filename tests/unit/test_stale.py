@@ -136,6 +136,32 @@ def test_random_correct_sequences_give_no_alarm(make: Make) -> None:
         memsaver.check_written()
 
 
+def test_memory_between_the_rows_of_a_tensor_and_beside_it_is_not_its_own(make: Make) -> None:
+    """Such as the padding of rows, which no kernel reads, and another use of the same allocation."""
+    region = make()
+    module = nn.Module()
+    module.views = [
+        region.empty((6, 512))[:, :-256],
+        region.empty((3, 4, 512))[..., :-256],
+        region.empty((6, 512))[:, 64:-64].t(),
+        region.empty((3, 512), torch.uint8)[1:, 5:-5],  # at an odd address
+        region.empty(4096)[1000:2024].view(32, 32).t(),
+        region.empty(4096)[1000:2024].view(4, 16, 16).permute(1, 2, 0),
+    ]
+    memsaver.name_tensors(module)
+    region.pause()
+    region.resume()
+    for at, view in enumerate(module.views):
+        with pytest.raises(memsaver.StaleError) as raised:
+            memsaver.check_written(region)
+        # A row of 502 bytes has 7 pieces of 64.
+        stale = view.nbytes if view.dtype == torch.float32 else 2 * 7 * 64
+        assert raised.value.tensors[0] == (f"views.{at}", view.nbytes, stale)
+        view.fill_(1)
+        view[-1, -1] = 2
+    memsaver.check_written(region)
+
+
 def test_names_of_tensors_without_memory_of_their_own_are_left_out(make: Make) -> None:
     region = make()
     model = Model(region)
