@@ -25,6 +25,19 @@ def extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of the host that other memory can take the place of.
+
+    Tensors inside of torch.func.vmap() or grad(), fake ones, nested and quantized ones have not.
+    """
+    # torch.compile() knows the first of these functions alone, and warns of the other.
+    if torch._C._are_functorch_transforms_active() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    is_own = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    has_memory = tensor.device.type == "cpu" and tensor.layout == torch.strided
+    return is_own and has_memory and not (tensor.is_nested or tensor.is_quantized)
+
+
 class HostMode(TorchFunctionMode):
     """``allocate`` makes a tensor [elements] of a dtype in the entered region, or returns None outside of regions."""
 
@@ -43,7 +56,7 @@ class HostMode(TorchFunctionMode):
             for part in (getattr(made, name) for name in made.__tensor_flatten__()[0]):
                 if isinstance(part, torch.Tensor):  # DTensor names its mesh there as well
                     self._place(part, copy)
-        elif made.device.type == "cpu" and made.layout == torch.strided and made.numel():
+        elif _is_plain(made) and made.numel():
             flat = self._allocate(extent(made), made.dtype)
             if flat is not None:
                 placed = flat.as_strided(made.size(), made.stride())

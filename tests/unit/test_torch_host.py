@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -128,6 +129,23 @@ def test_other_tensors_are_left_alone_and_modes_of_torch_work_inside(make: Make)
     assert leaf.is_leaf and all(inside(region, each) for each in (leaf, second, third))
     (leaf * 2).sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == [2, 2, 2]
+
+
+def test_tensors_without_memory_of_the_host_stay_as_torch_makes_them(make: Make) -> None:
+    region = make()
+    rows = torch.arange(6.0).view(2, 3)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    quantized = torch.quantize_per_tensor(torch.ones(4), 1.0, 0, torch.qint8)
+    with region:
+        batched = torch.vmap(lambda row: torch.ones_like(row) + row.new_full((3,), 2) * row)(rows)
+        slope = torch.func.grad(lambda row: (torch.zeros_like(row).add(2) * row).sum())(rows[1])
+        with FakeTensorMode():
+            fake = torch.ones(3, 4) + torch.eye(3, 4)
+        also_nested, also_quantized = torch.empty_like(nested), torch.empty_like(quantized)
+    assert batched.tolist() == (1 + 2 * rows).tolist() and slope.tolist() == [2, 2, 2]
+    assert isinstance(fake, FakeTensor) and fake.shape == (3, 4)
+    assert also_nested.is_nested and also_quantized.is_quantized
+    assert region.allocated_bytes == 0
 
 
 def test_the_local_part_of_a_dtensor_lands_in_the_region(make: Make) -> None:
