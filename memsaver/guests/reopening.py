@@ -28,7 +28,8 @@ class ReopeningGroup(ProcessGroup):
         self._connections: ProcessGroup | None = connections
         self._name, self._description = name, description
         self._backend_name = str(connections.name())
-        self._works: weakref.WeakSet[Work] = weakref.WeakSet()  # those with references
+        # Those with references, by id. Other threads add some in any line: valuerefs() is one operation.
+        self._works: weakref.WeakValueDictionary[int, Work] = weakref.WeakValueDictionary()
 
     @property
     def connections(self) -> ProcessGroup:
@@ -49,7 +50,8 @@ class ReopeningGroup(ProcessGroup):
 
     def pending(self) -> bool:
         """Whether a collective has not ended whose Work object exists."""
-        return any(not work.is_completed() for work in list(self._works))
+        works = [found() for found in self._works.valuerefs()]
+        return any(work is not None and not work.is_completed() for work in works)
 
     # Properties that torch also reads while the connections are closed.
 
@@ -99,7 +101,7 @@ def _forwarding(name: str) -> Callable[..., Any]:
     def forward(self: ReopeningGroup, *args: Any, **options: Any) -> Any:
         result = getattr(self.connections, name)(*args, **options)
         if isinstance(result, Work):
-            self._works.add(result)
+            self._works[id(result)] = result
         return result
 
     forward.__name__ = name

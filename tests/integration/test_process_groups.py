@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -254,6 +255,31 @@ def check_open(guest: ProcessGroups, group: dist.ProcessGroup | None = None) -> 
     tensor = torch.ones(1)
     dist.all_reduce(tensor, group=group)
     assert float(tensor) == dist.get_world_size(group)
+
+
+@on_ranks(1)
+def test_collectives_of_other_threads_do_not_disturb_a_pause(rank: int, file: str) -> None:
+    """They begin in any line of the look at the pending ones."""
+    guest = begin(rank, 1, file)
+    works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(3)]
+
+    def trace(frame: Any, event: str, argument: object) -> Any:
+        if event == "call" and "weak" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            works.append(dist.all_reduce(torch.ones(2), async_op=True))
+            works[-1].wait()
+        return trace
+
+    for work in works:
+        work.wait()
+    sys.settrace(trace)
+    try:
+        guest.prepare()
+    finally:
+        sys.settrace(None)
+    assert len(works) > 3
+    reopen(guest)
 
 
 @on_ranks(3)
