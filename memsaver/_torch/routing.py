@@ -288,6 +288,9 @@ class Router:
     def cpu_backup(self, tensor: torch.Tensor, clone: bool) -> torch.Tensor:
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "__tensor_flatten__"):
             raise TypeError(f"tensor is a {type(tensor).__name__}, expected a plain torch.Tensor")
+        if tensor.layout != torch.strided or tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
+            kind = "nested" if tensor.is_nested else "lazy" if tensor.layout == torch.strided else str(tensor.layout)
+            raise TypeError(f"tensor is a {type(tensor).__name__} ({kind}), expected one with strides")
         address = tensor.data_ptr()
         region = owning(address)
         if region is None:

@@ -179,6 +179,9 @@ def test_contents_without_a_backup_are_refused_with_the_state_of_their_region(ma
 FOREIGN: list[tuple[type[Exception], Any]] = [
     (ValueError, torch.zeros(3)), (ValueError, torch.zeros(0)), (ValueError, torch.empty(3, device="meta")),
     (TypeError, None), (TypeError, [1.0]), (TypeError, np.zeros(3)), (TypeError, 7),
+    (TypeError, torch.eye(2).to_sparse()), (TypeError, torch.eye(2).to_sparse_csr()),
+    (TypeError, torch.nn.LazyLinear(2).weight),
+    (TypeError, torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
 ]  # fmt: skip
 
 
