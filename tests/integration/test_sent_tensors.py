@@ -175,6 +175,14 @@ def test_a_process_receives_its_own_storage(owner: Worker) -> None:
 # Other tensors
 
 
+def test_a_process_receives_its_own_storage_while_another_thread_pauses(owner: Worker) -> None:
+    owner.run("data = bytes(ForkingPickler.dumps(weights)); reductions.shared_cache.clear()")
+    owner.run("sent = patches._sender.sent; claim = sent.claim; end = memsaver.pause")
+    owner.run("sent.claim = lambda *of: (claim(*of), end())[0]; got = pickle.loads(data); sent.claim = claim")
+    assert "is paused" in owner.fails("pickle.loads(data)")
+    owner.run("memsaver.resume(); assert got.sum() == 1770 and got.data_ptr() == weights.data_ptr()")
+
+
 def test_tensors_outside_of_regions_are_sent_by_torch(owner: Worker) -> None:
     owner.run("plain = torch.ones(4); kind, args = reductions.reduce_storage(plain.untyped_storage())")
     assert owner.run("print(kind.__module__, kind.__name__)") == "torch.multiprocessing.reductions rebuild_storage_fd"

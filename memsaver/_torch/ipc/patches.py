@@ -125,13 +125,9 @@ def _sent(storage: torch.UntypedStorage, region: regions.Region) -> Handle:
 def _received(place: Place) -> torch.UntypedStorage:
     if not _sender.is_own(place.address):
         return _receiver.receive(place)
-    sent = _sender.sent.claim(place.token, place.device_uuid, place.tag, place.residence)  # its own
-    try:
-        storage = sent.storage
-        assert storage is not None  # since it is claimed
-        return storage
-    finally:
-        _sender.sent.unclaim(sent)
+    sent, storage = _sender.sent.claim(place.token, place.device_uuid, place.tag, place.residence)  # its own
+    _sender.sent.unclaim(sent)
+    return storage
 
 
 def _received_again(place: Place) -> None:

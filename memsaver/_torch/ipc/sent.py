@@ -66,8 +66,8 @@ class SentStorages:
             sent.pending += 1
         return sent
 
-    def claim(self, token: str, device_uuid: str, tag: str, residence: int) -> Sent:
-        """Counts one receiver.
+    def claim(self, token: str, device_uuid: str, tag: str, residence: int) -> tuple[Sent, torch.UntypedStorage]:
+        """Counts one receiver. Returns the storage too, since a pause in another thread may take it from the entry.
 
         Raises RegionPausedError if the region is paused, and ReceiveError if the storage cannot be received any more.
         """
@@ -79,7 +79,7 @@ class SentStorages:
                     sent.storage = storage
                     sent.pending = max(0, sent.pending - 1)
                     sent.claims += 1
-                    return sent
+                    return sent, storage
         raise _refusal(tag, device_uuid, residence)
 
     def unclaim(self, sent: Sent) -> None:

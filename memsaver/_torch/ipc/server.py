@@ -159,7 +159,7 @@ class Sender:
         if number in self.claims or message.text.count("\n") < 2:
             raise MalformedError(f"claim {number} exists already, or has no token, device and tag")
         token, device_uuid, tag = message.text.split("\n", 2)
-        sent = self.sent.claim(token, device_uuid, tag, residence)
+        sent, _ = self.sent.claim(token, device_uuid, tag, residence)
         if not number:  # a receipt of a storage that the receiver has already
             self.sent.unclaim(sent)
             return 0, 0, 0
