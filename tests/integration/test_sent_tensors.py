@@ -581,6 +581,15 @@ def test_the_sockets_of_owners_that_have_exited_are_closed(owner: Worker, second
     other.run("assert len(patches._receiver._owners) == 1")
 
 
+def test_nothing_is_left_of_an_owner_that_exits_before_its_receiver_drops_the_tensor(
+    owner: Worker, other: Worker
+) -> None:
+    hand_over(owner, other, "weights")
+    owner.kill()
+    other.run("assert got.sum() == 1770; del got; gc.collect()")
+    until(lambda: other.run("print(len(patches._receiver._owners))") == "0")
+
+
 def test_each_failing_call_of_the_receivers_driver_leaves_nothing(owner: Worker, other: Worker) -> None:
     owner.run("large = region.empty((9 << 18,), torch.float32).fill_(3)")
     other.run("_core.device_uuid('cpu'); from tests import controls")

@@ -250,6 +250,9 @@ class Receiver:
             with self._owner(use.place).turn(_BRIEFLY_S) as caller:
                 caller.tell("release", use.claim, timeout_s=0.0)
         except ReceiveError as error:
+            if error.reason == "exited":
+                with self._lock:
+                    self._owners.pop(use.place.address, None)  # which this call made again
             return error.reason not in ("timeout", "exhausted")
         except Exception as error:  # this process lacks descriptors, for instance
             log.debug("the use of a received tensor has not ended yet, and is tried again: %s", error)
