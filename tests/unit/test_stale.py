@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -139,7 +140,7 @@ def test_random_correct_sequences_give_no_alarm(make: Make) -> None:
 def test_memory_between_the_rows_of_a_tensor_and_beside_it_is_not_its_own(make: Make) -> None:
     """Such as the padding of rows, which no kernel reads, and another use of the same allocation."""
     region = make()
-    module = nn.Module()
+    module: Any = nn.Module()
     module.views = [
         region.empty((6, 512))[:, :-256],
         region.empty((3, 4, 512))[..., :-256],
@@ -164,7 +165,7 @@ def test_memory_between_the_rows_of_a_tensor_and_beside_it_is_not_its_own(make: 
 
 def test_names_of_tensors_without_memory_of_their_own_are_left_out(make: Make) -> None:
     region = make()
-    model = Model(region)
+    model: Any = Model(region)
     dense = torch.eye(8)
     model.others = [dense.to_sparse(), dense.to_sparse_csr(), dense.to("meta")]
     model.others += [dense.to_mkldnn()] if torch.backends.mkldnn.is_available() else []
