@@ -47,7 +47,7 @@ void SharedPool::throw_unanswered_locked() {
 
 void SharedPool::give_back_locked(Grant grant) {
   if (grant.file >= 0) ::close(grant.file);
-  if (link_ == nullptr) return;
+  if (link_ == nullptr || connections_ != grant.connection) return;         // a later broker does not know the chunk
   if (grant.file >= 0) send_locked(message_of(Kind::dropped, {grant.id}));  // it was not imported
   returned_.insert(returned_.end(), {grant.id, grant.foreign});
   wake();
@@ -119,10 +119,7 @@ Chunk SharedPool::import(Grant grant) {
       handle = driver_.import_fd(grant.file);
     } catch (...) {
       std::lock_guard lock(mutex_);
-      if (connections_ != grant.connection)
-        ::close(grant.file);  // a later broker does not know the chunk
-      else
-        give_back_locked(grant);
+      give_back_locked(grant);
       throw;
     }
     ::close(grant.file);
