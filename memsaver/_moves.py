@@ -351,18 +351,20 @@ def active(regions: Iterable[Region]) -> list[Region]:
 
 def _away_tags() -> dict[str, bool]:
     """By tag, whether all of its regions are without memory."""
-    found: dict[str, bool] = {}
-    for each in all_regions():
-        found[each.tag] = found.get(each.tag, True) and _is_away(each)
-    return found
+    return {tag: found == {_AWAY[0]} for tag, found in _states().items()}
 
 
 def _settled_tags() -> dict[str, bool]:
-    """As ``_away_tags()``, without tags of which regions move."""
-    states: dict[str, set[str]] = {}
+    """As ``_away_tags()``, without the tags of regions that are pausing or resuming, unless another one is active."""
+    return {tag: "active" not in each for tag, each in _states().items() if "active" in each or each == {_AWAY[0]}}
+
+
+def _states() -> dict[str, set[str]]:
+    """By tag, the states of its regions. All states without memory count as the first one of these."""
+    found: dict[str, set[str]] = {}
     for each in all_regions():
-        states.setdefault(each.tag, set()).add(_AWAY[0] if _is_away(each) else each._handle.state)
-    return {tag: "active" not in found for tag, found in states.items() if "active" in found or found == {_AWAY[0]}}
+        found.setdefault(each.tag, set()).add(_AWAY[0] if _is_away(each) else each._handle.state)
+    return found
 
 
 def _live(each: Region) -> Ranges:
