@@ -47,6 +47,16 @@ def mortal() -> Iterator[Running]:
         yield started
 
 
+@contextmanager
+def without_broker() -> Iterator[tuple[Fork, Path]]:
+    """A process, and the path at which it looks for a broker. None is there."""
+    with tempfile.TemporaryDirectory(prefix="ms") as directory:
+        settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": directory}
+        with Fork(settings, "tests.pool_support") as worker:
+            uuid = worker.run("print(_core.device_uuid('cpu'))")
+            yield worker, Path(directory, f"{uuid}.sock")
+
+
 def held(broker: Broker, worker: Worker) -> int:
     return int(broker.row(worker.pid)["held_bytes"])
 
@@ -553,84 +563,71 @@ class FakeBroker:
 def test_a_broker_that_refuses_or_sends_malformed_messages_is_left() -> None:
     """No descriptors stay, and the client searches for a broker again."""
     malformed = [Message("grant", (1,)), Message("stalled"), Message("holders")]
-    with tempfile.TemporaryDirectory(prefix="ms") as directory:
-        settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": directory}
-        with Fork(settings, "tests.pool_support") as worker:
-            uuid = worker.run("print(_core.device_uuid('cpu'))")
-            fake = FakeBroker(f"{directory}/{uuid}.sock", protocol.refusal("version", 0, "it speaks version 99"))
-            worker.send("error = raised(lambda: memsaver.configure(pool='shared')); print(type(error).__name__, error)")
-            fake.join().close()
-            text = worker.answer()
-            assert text.startswith("BrokerError") and "version 99" in text
-            assert worker.run("print(memsaver.stats().options.get('pool'), _core.in_pool('cpu'))").endswith("False")
-            fake.answer = Message("welcome", (protocol.VERSION, CAPACITY))
-            worker.send("memsaver.configure(pool='shared')")
-            guest = fake.join()
-            worker.answer()
-            before = descriptors_of(worker.pid)
-            for message in malformed * 2:
-                protocol.send(guest, message.encode(), [0] * 8)
-                following = fake.join()
-                guest.close()
-                guest = following
-                until(lambda: descriptors_of(worker.pid) == before, within_s=20)
-            fake.channel.close()
+    with without_broker() as (worker, path):
+        fake = FakeBroker(str(path), protocol.refusal("version", 0, "it speaks version 99"))
+        worker.send("error = raised(lambda: memsaver.configure(pool='shared')); print(type(error).__name__, error)")
+        fake.join().close()
+        text = worker.answer()
+        assert text.startswith("BrokerError") and "version 99" in text
+        assert worker.run("print(memsaver.stats().options.get('pool'), _core.in_pool('cpu'))").endswith("False")
+        fake.answer = Message("welcome", (protocol.VERSION, CAPACITY))
+        worker.send("memsaver.configure(pool='shared')")
+        guest = fake.join()
+        worker.answer()
+        before = descriptors_of(worker.pid)
+        for message in malformed * 2:
+            protocol.send(guest, message.encode(), [0] * 8)
+            following = fake.join()
+            guest.close()
+            guest = following
+            until(lambda: descriptors_of(worker.pid) == before, within_s=20)
+        fake.channel.close()
 
 
 def test_signals_do_not_prolong_the_wait_for_a_broker_that_hangs() -> None:
     """A timer's signal, as of a profiler, comes more often than the wait is long."""
-    with tempfile.TemporaryDirectory(prefix="ms") as directory:
-        settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": directory}
-        with Fork(settings, "tests.pool_support") as worker:
-            uuid = worker.run("print(_core.device_uuid('cpu'))")
-            silent = FakeBroker(f"{directory}/{uuid}.sock", Message("welcome"))
-            worker.run("signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 1, 1)")
-            assert "does not answer" in worker.run("print(raised(lambda: memsaver.configure(pool='shared')))")
-            silent.channel.close()
+    with without_broker() as (worker, path):
+        silent = FakeBroker(str(path), Message("welcome"))
+        worker.run("signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 1, 1)")
+        assert "does not answer" in worker.run("print(raised(lambda: memsaver.configure(pool='shared')))")
+        silent.channel.close()
 
 
 def test_a_broker_whose_queue_of_connections_is_full_is_not_waited_for() -> None:
     """As of one that is stopped: connect() has no bound of its own."""
-    with tempfile.TemporaryDirectory(prefix="ms") as directory:
-        settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": directory}
-        with Fork(settings, "tests.pool_support") as worker:
-            uuid = worker.run("print(_core.device_uuid('cpu'))")
-            path = Path(directory, f"{uuid}.sock")
-            full = FakeBroker(str(path), Message("welcome"))
-            full.channel.listen(0)
-            worker.run("from memsaver.broker import discovery; from pathlib import Path")
-            worker.run(f"first = discovery.connect(Path({str(path)!r}))")
-            for call in ("memsaver.configure(pool='shared')", f"discovery.connect(Path({str(path)!r}))"):
-                assert "does not accept connections" in worker.run(f"print(raised(lambda: {call}))")
-            assert worker.run("print(*discovery.found())") == str(path)
-            full.channel.close()
+    with without_broker() as (worker, path):
+        full = FakeBroker(str(path), Message("welcome"))
+        full.channel.listen(0)
+        worker.run("from memsaver.broker import discovery; from pathlib import Path")
+        worker.run(f"first = discovery.connect(Path({str(path)!r}))")
+        for call in ("memsaver.configure(pool='shared')", f"discovery.connect(Path({str(path)!r}))"):
+            assert "does not accept connections" in worker.run(f"print(raised(lambda: {call}))")
+        assert worker.run("print(*discovery.found())") == str(path)
+        full.channel.close()
 
 
 def test_the_next_broker_hears_nothing_of_a_chunk_that_could_not_be_imported() -> None:
     """It would refuse a client that returns an unknown chunk."""
-    with tempfile.TemporaryDirectory(prefix="ms") as directory:
-        settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": directory}
-        with Fork(settings, "tests.pool_support") as worker:
-            uuid = worker.run("print(_core.device_uuid('cpu'))")
-            fake = FakeBroker(f"{directory}/{uuid}.sock", Message("welcome", (protocol.VERSION, CAPACITY)))
-            worker.send("memsaver.configure(pool='shared')")
-            guest = fake.join()
-            worker.answer()
-            worker.run("controls.hold('cuMemImportFromShareableHandle')")
-            worker.run("thread = threading.Thread(target=lambda: raised(lambda: hold('a', PAGE), MemoryError))")
-            worker.run("thread.start()")
-            while (message := protocol.receive(guest)) is not None and message.kind != "demand":
-                pass
-            assert message is not None
-            grant = Message("grant", (message.words[0], 1, 0, 5, PAGE, _core.HAS_DESCRIPTOR))
-            protocol.send(guest, grant.encode(), [0])  # the descriptor is not of memory
-            worker.run("until(lambda: controls.stopped('cuMemImportFromShareableHandle'))")
-            guest.close()
-            following = fake.join()
-            assert protocol.receive(following) == Message("inventory")
-            worker.run("controls.go_on('cuMemImportFromShareableHandle'); thread.join()")
-            following.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                print(protocol.receive(following))
-            following.close()
-            fake.channel.close()
+    with without_broker() as (worker, path):
+        fake = FakeBroker(str(path), Message("welcome", (protocol.VERSION, CAPACITY)))
+        worker.send("memsaver.configure(pool='shared')")
+        guest = fake.join()
+        worker.answer()
+        worker.run("controls.hold('cuMemImportFromShareableHandle')")
+        worker.run("thread = threading.Thread(target=lambda: raised(lambda: hold('a', PAGE), MemoryError))")
+        worker.run("thread.start()")
+        while (message := protocol.receive(guest)) is not None and message.kind != "demand":
+            pass
+        assert message is not None
+        grant = Message("grant", (message.words[0], 1, 0, 5, PAGE, _core.HAS_DESCRIPTOR))
+        protocol.send(guest, grant.encode(), [0])  # the descriptor is not of memory
+        worker.run("until(lambda: controls.stopped('cuMemImportFromShareableHandle'))")
+        guest.close()
+        following = fake.join()
+        assert protocol.receive(following) == Message("inventory")
+        worker.run("controls.go_on('cuMemImportFromShareableHandle'); thread.join()")
+        following.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            print(protocol.receive(following))
+        following.close()
+        fake.channel.close()
