@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = int(options.run(options))
         _flush()
         return status
-    except BrokenPipeError:  # the reader has what it wants, as head does
+    except BrokenPipeError:  # the program that reads the output has ended, such as head
         return 1
     except (Error, OSError) as error:
         print(f"memsaver: {error}", file=sys.stderr)
@@ -50,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _flush() -> None:
-    """Writes what was printed now: the exit of the interpreter would print errors of its own."""
+    """Flushes stdout. Raises OSError: at the interpreter's exit the failed flush would print a message of Python."""
     if sys.stdout is None:  # it is closed
         return
     try:
         sys.stdout.flush()
     except OSError:
         with open(os.devnull, "w") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())  # for the second try at the exit
+            os.dup2(nothing.fileno(), sys.stdout.fileno())  # the interpreter flushes again at its exit
         raise
 
 

@@ -756,11 +756,11 @@ def capturing() -> Iterator[None]:
 
 
 def begin_capture(begun: list[None]) -> None:
-    """Announces a capture to the core, and notes it by one call, so that no interrupt comes between the two."""
+    """Announces a capture to the core, and adds an item to ``begun``. No interrupt comes between the two."""
     begun.extend(itertools.starmap(_core.capture_begins, [()]))
 
 
 def end_capture(begun: list[None]) -> None:
-    """Ends what ``begin_capture()`` has noted. To be called once."""
+    """Ends the capture in ``begun``, if ``begin_capture()`` has announced one. Call it once."""
     for _ in begun:
         _core.capture_ends()

@@ -104,8 +104,8 @@ struct Device {
   }
   std::atomic<std::size_t> copying = 0;  // transfers and demands: meanwhile no copy ahead of a demand begins
   std::timed_mutex evictions;            // held by the thread that takes them. It never takes torch's mutex
-  // The end of others' waits for it, while its holder looks: the holder may wait for the GIL, whose thread may wait for
-  // torch's mutex, which the thread of an allocation has.
+  // While the holder of `evictions` looks for signals, other threads wait for the lock until this time. The holder may
+  // wait for the GIL then, the thread with the GIL for torch's mutex, and the thread with torch's mutex for the lock.
   std::atomic<Deadline> evictions_end = kNever;
 
   // Guards the bookkeeping of all regions on this device: segments, addresses, the lists of chunks. Never held over a

@@ -128,7 +128,7 @@ def _task(found: argparse.Namespace, recipe: Recipe) -> Task:
 
 
 def _check_task(recipe: Recipe, task: Task) -> None:
-    """Raises TaskError for what would end the run in a later step."""
+    """Raises TaskError for a number or a prompt with which a later step would fail."""
     if recipe.prompts > len(task.train):
         raise TaskError(f"--prompts is {recipe.prompts}; expected at most the {len(task.train)} problems to train on")
     if recipe.warm_up_steps and task.demonstrate is None:

@@ -26,9 +26,9 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has memory of the host that other memory can take the place of.
+    """Whether memory of a region can replace the tensor's own.
 
-    Tensors inside of torch.func.vmap() or grad(), fake ones, nested and quantized ones have not.
+    False inside torch.func.vmap() and grad(), and for fake, nested and quantized tensors.
     """
     # torch.compile() knows the first of these functions alone, and warns of the other.
     if torch._C._are_functorch_transforms_active() and torch._C._functorch.is_functorch_wrapped_tensor(tensor):

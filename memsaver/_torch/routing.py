@@ -167,7 +167,7 @@ class Router:
             self._inside[id(thread)] = thread
 
     def _leave(self, entry: Entry) -> None:
-        """Ends an entry that was pushed or was to be."""
+        """Ends an entry. An interrupt may have come before or in its push."""
         try:
             self._pop(entry)
             self.refresh()
@@ -177,7 +177,7 @@ class Router:
             raise
 
     def _pop(self, entry: Entry) -> None:
-        """It can be called again."""
+        """A second call changes nothing."""
         thread = self.thread
         if entry in thread.entered:
             thread.entered.remove(entry)

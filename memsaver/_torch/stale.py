@@ -232,12 +232,13 @@ def _named() -> Iterator[tuple[str, _Rows]]:
 
 
 def _rows(tensor: Tensor) -> _Rows:
-    """The memory of a tensor with another order of its dimensions, or a part of each row of another tensor.
+    """The memory of a strided tensor that is not contiguous.
 
-    That of its whole storage if it is neither, or if the parts have not the same piece of a pattern.
+    One part: the dimensions have another order. Several: the tensor is a part of each row of another tensor. Else the
+    whole storage counts, also if the parts begin at different offsets of the pattern or are shorter than a piece.
     """
     item, width = tensor.element_size(), 1
-    outer: list[list[int]] = []  # size and stride of what is not one run
+    outer: list[list[int]] = []  # sizes and strides of the dimensions outside of the contiguous run
     for stride, size in sorted(zip(tensor.stride(), tensor.size())):
         last = outer[-1] if outer else None
         if last is None and stride == width:

@@ -132,7 +132,7 @@ def phase(
         ...     print(moved.paused, kv.state, optimizer.state)
         ('optimizer',) active paused
     """
-    if name not in [*_phases]:  # which names other values, too
+    if name not in [*_phases]:  # a list: a value without a hash is refused, too
         known = ", ".join(map(repr, sorted(_phases))) or "none"
         raise ValueError(f"there is no phase {name!r}; there are {known}")
     bounds = Bounds(timeout, memory_timeout, reader_timeout)

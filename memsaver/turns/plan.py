@@ -111,7 +111,7 @@ class Plan:
         reader_timeout: float = READERS_S,
     ) -> TurnOptions:
         """The checked options of a turn that begins now."""
-        if name not in [*self.phases]:  # which names other values, too
+        if name not in [*self.phases]:  # a list: a value without a hash is refused, too
             raise ValueError(f"there is no phase {name!r}; there are {listed(self.phases)}")
         bounds = Bounds(timeout, memory_timeout, reader_timeout)
         values = {
