@@ -29,8 +29,10 @@ WAYS = {
     "memsaver, lazy": (),
     "memsaver, late": ("--late",),
     "memsaver, vLLM": ("--engine", "vllm"),
+    "driver": ("--memory", "driver"),
     "torch_memory_saver": ("--memory", "torch_memory_saver"),
     "to-cpu": ("--memory", "to-cpu"),
+    "to-cpu, vLLM": ("--memory", "to-cpu", "--engine", "vllm"),
     "resident": ("--memory", "resident"),
 }
 VARIABLES = {"memsaver, lazy": {"MEMSAVER_LAZY": "1"}}
@@ -89,6 +91,6 @@ def row(lines: list[Any], way: str) -> dict[str, Any]:
         "all, s": whole,
         "turns, %": 100 * parts["turns"] / whole,
         "KV tokens": next(line["kv_tokens"] for line in lines if "kv_tokens" in line),
-        "copied, GiB": statistics.median(moved) / GIB if way.startswith("memsaver") else None,
+        "copied, GiB": statistics.median(moved) / GIB if way.startswith(("memsaver", "driver")) else None,
         "tokens/s": statistics.median(step["tokens"] for step in steps) / whole,
     }

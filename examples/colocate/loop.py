@@ -53,7 +53,7 @@ class EngineActor(Worker):
         blocks = recipe.kv_blocks or recipe.blocks_that_fit(self.own_bytes, size, self.options.memory == "resident")
         config = replace(recipe.engine, num_blocks=blocks, seed=1000 * self.options.seed + number)
         if self.options.engine == "vllm":
-            self.engine = VllmEngine(recipe.model, config, self.options.model)
+            self.engine = VllmEngine(recipe.model, config, self.options.model, self.options.in_regions)
         else:
             memory = EngineMemory(self.device, REGIONS[self.options.memory])
             self.engine = Engine(recipe.model, config, self.device, Parallel(group), memory)
@@ -73,10 +73,7 @@ class EngineActor(Worker):
 
     def take_weights(self, sent: Sequence[bytes]) -> None:
         """The result of `TrainerActor.send_weights`."""
-        assert isinstance(self.engine, Engine)
-        self.engine.drop_prefix_cache()
-        for name, weight in pickle.loads(sent[self.rank]).items():
-            self.engine.model.parameters[name].copy_(weight)
+        self.engine.take_weights(pickle.loads(sent[self.rank]))
 
 
 class TrainerActor(Worker):
@@ -144,7 +141,6 @@ class Loop:
         self.turns: list[Turn] = []  # of the present step
         self.warm: list[float] = []  # rewards of the held-out problems after the warm-up
         self.tags: dict[str, list[str]] = {}  # of the regions of each role that is built
-        self.in_regions = options.memory == "memsaver"
         self.place()
         self.actors = {role: self.make(role) for role in self.kinds}
 
@@ -179,16 +175,16 @@ class Loop:
             self.tags[role] = self.call(role, "setup", self.call(role, "address"))[0]
             if role == "engine":  # before the trainers take its memory
                 self.pause(role)
-        self.trainers_on = set(self.call("trainer", "uuid")) if self.in_regions else set[str]()
-        weights = self.tags["engine"][0]
-        restore = {"sync": {"engine": {weights: False}}} if self.in_regions else None  # which overwrites the weights
+        self.trainers_on = set(self.call("trainer", "uuid")) if self.options.in_regions else set[str]()
+        overwritten = {self.tags["engine"][0]: False}
+        restore = {"sync": {"engine": overwritten}} if self.options.in_regions else None
         self.group = Group(**self.actors, phases=self.phases(), backup=self.backups(), restore=restore, lazy=None)
         temperature, seconds = self.recipe.trainer.temperature, self.options.answer_within
         self.rollouts = Rollouts(self.actors["engine"], self.task, temperature, seconds, self.options.engine_ranks)
 
     def pause(self, role: str) -> None:
         """All regions of a role, outside of a turn. A sync brings the engines' weights."""
-        lost = {self.tags[role][0]: "none"} if role == "engine" and self.in_regions else None
+        lost = {self.tags[role][0]: "none"} if role == "engine" and self.options.in_regions else None
         self.call(role, "pause", backup=lost)
 
     def phases(self) -> dict[str, dict[str, Any]]:
@@ -203,7 +199,7 @@ class Loop:
 
     def backups(self) -> dict[str, dict[str, dict[str, str]]]:
         """Other policies than those of the regions: the sync overwrites the engines' weights before they are read."""
-        return {"train": {"engine": {self.tags["engine"][0]: "none"}}} if self.in_regions else {}
+        return {"train": {"engine": {self.tags["engine"][0]: "none"}}} if self.options.in_regions else {}
 
     def enter(self, phase: str) -> Turn:
         """All actors together pause and resume regions. An actor that hangs ends the turn with an error."""
@@ -262,7 +258,7 @@ class Loop:
     def write_weights(self) -> None:
         """The trainers write into the engines' own tensors, in the phase "sync"."""
         began = time.perf_counter()
-        if self.in_regions:
+        if self.options.in_regions:
             self.call("trainer", "write_weights", self.call("engine", "share_weights"), self.trainers_on)
         else:
             layouts = self.ask("engine.weight_layout")

@@ -29,6 +29,11 @@ class Options(argparse.Namespace):
         return self.ranks if role == "trainer" else self.engines * self.engine_ranks
 
     @property
+    def in_regions(self) -> bool:
+        """Both actors' memory is in regions of memsaver."""
+        return self.memory in ("memsaver", "driver")
+
+    @property
     def pairs(self) -> int:
         """Places for an actor of each role."""
         return max(map(self.count, ("engine", "trainer")))
@@ -51,7 +56,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     add("--task", type=_path, metavar="FILE", help="JSON lines with prompts, in place of countdown")
     add("--reward", type=_path, metavar="FILE", help="Python file with reward(fields, completion), for --task")
     add("--memory", choices=tuple(REGIONS), default="memsaver", help="the memory of both; see savers.py")
-    add("--late", action="store_true", help="the optimizer's state moves while both work; with --memory memsaver")
+    add("--late", action="store_true", help="the optimizer's state moves while both work; with memory in regions")
     add("--ranks", type=_number(1), default=1, help="ranks of the trainer, one for each GPU")
     add("--engines", type=_number(1), help="number of engines; by default as many as there are ranks for")
     add("--engine-ranks", type=_number(1), default=1, help="of each engine, by tensor parallel")
@@ -78,14 +83,15 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
         parser.error(f"--ranks is {found.ranks}; expected as many as ranks of engines: a trainer writes on its own GPU")
     if bool(found.task) != bool(found.reward) or (found.task and not found.model):
         parser.error("--task needs --reward and --model")
-    fits_vllm = found.device == "cuda" and found.model and found.memory == "memsaver" and found.engine_ranks == 1
+    savers = ("memsaver", "driver", "to-cpu")
+    fits_vllm = found.device == "cuda" and found.model and found.memory in savers and found.engine_ranks == 1
     if found.engine == "vllm" and (not fits_vllm or found.checkpoint_dir):
-        needs = "--device cuda and --model, --memory memsaver, one rank of each engine, and no --checkpoint-dir"
+        needs = f"--device cuda and --model, one rank of each engine, no --checkpoint-dir, and --memory {savers}"
         parser.error(f"--engine is 'vllm'; expected it with {needs}")
     if found.max_new_tokens and not found.model:
         parser.error("--max-new-tokens needs --model: completions of arithmetic have as many as their sums")
-    if found.late and found.memory != "memsaver":
-        parser.error(f"--late needs --memory memsaver; it is {found.memory!r}")
+    if found.late and not found.in_regions:
+        parser.error(f"--late needs --memory memsaver or driver; it is {found.memory!r}")
     for name in ("resume", "stop_after", "kill"):
         if getattr(found, name) and found.checkpoint_dir is None:
             parser.error(f"--{name.replace('_', '-')} needs --checkpoint-dir")

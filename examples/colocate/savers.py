@@ -1,6 +1,7 @@
 """The memory of both actors, by `--memory`: memsaver's regions, or one of the ways of programs without it.
 
 memsaver            regions of a pool that both share; the trainer writes into the engine's weights
+driver              the same without the pool: a pause returns memory to the driver, and a resume waits for it there
 torch_memory_saver  its tags: tensors keep their addresses, also in graphs
 to-cpu              torch's own memory, which is copied to the host and freed: addresses change, so there are no graphs
 resident            torch's own memory, which stays: the KV cache gets what both leave
@@ -142,8 +143,12 @@ def import_saver(device: str) -> Any:
 
 
 REGIONS: dict[str, Any] = {
-    "memsaver": memsaver.region, "torch_memory_saver": Tagged, "to-cpu": ToCpu, "resident": Resident
-}  # fmt: skip
+    "memsaver": memsaver.region,
+    "driver": memsaver.region,
+    "torch_memory_saver": Tagged,
+    "to-cpu": ToCpu,
+    "resident": Resident,
+}
 
 
 def variables(saver: str) -> dict[str, str]:

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+import memsaver
+
 from .engine import Completion, EngineConfig, SamplingParams
 from .engine.scheduler import Counts
 from .engine.sequence import Sequence
@@ -18,6 +20,24 @@ from .model import ModelConfig, WeightPart, checksums, fused_shapes, weight_layo
 
 _BLOCK = 16  # tokens of a KV block
 _METRICS = {"vllm:prefix_cache_hits": "prefix_hit_tokens", "vllm:num_preemptions": "preemptions"}
+
+
+class Asleep(memsaver.Guest):
+    """vLLM's own sleep mode, level 1: one of its two tags. A call of vLLM puts both to sleep."""
+
+    keeps_addresses = True
+
+    def __init__(self, llm: Any, tag: str) -> None:
+        super().__init__(f"vllm.{tag}", f"vllm.{tag}")
+        self._llm, self._tag = llm, tag
+        memsaver.register(self)
+
+    def leave(self) -> None:
+        if self._tag == "kv_cache":
+            self._llm.sleep(level=1)
+
+    def come_back(self) -> None:
+        self._llm.wake_up([self._tag])
 
 
 class VllmEngine:
@@ -29,9 +49,12 @@ class VllmEngine:
 
     tags = ("vllm.weights", "vllm.kv_cache")
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, folder: Path | None) -> None:
-        """`config`: sizes, of which blocks of KV are counted in tokens. `folder`: with the model's config.json."""
-        os.environ["MEMSAVER_DROP_IN"] = "vllm"  # read when vLLM is imported
+    def __init__(self, model: ModelConfig, config: EngineConfig, folder: Path | None, drop_in: bool = True) -> None:
+        """`config`: sizes, of which blocks of KV are counted in tokens. `folder`: with the model's config.json.
+
+        `drop_in`: False keeps vLLM's own sleep mode, whose tags are guests.
+        """
+        os.environ["MEMSAVER_DROP_IN"] = "vllm" if drop_in else ""  # read when vLLM is imported
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import vllm
 
@@ -57,6 +80,7 @@ class VllmEngine:
         (self._model,) = self._llm.apply_model(lambda model: model)
         self._constants = {name: each.clone() for name, each in self._model.named_buffers()}
         self._parameters, self._padding = _places(self._model, self.weight_layout)
+        self._guests = () if drop_in else tuple(Asleep(self._llm, tag) for tag in ("weights", "kv_cache"))
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         """Complete prompts of token ids, in their order."""
@@ -97,6 +121,11 @@ class VllmEngine:
         for rows in self._padding:
             rows.zero_()
         return bytes(ForkingPickler.dumps(self._parameters))
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self._llm.reset_prefix_cache()
+        for name, weight in weights.items():
+            self._parameters[name].copy_(weight)
 
     def checksums(self) -> dict[str, int]:
         """Of each parameter, by Hugging Face name."""

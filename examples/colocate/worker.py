@@ -32,11 +32,11 @@ class Worker(Colocated):
             torch.set_num_threads(1)
             memsaver.configure(host_device=options.host_device)
             self.capacity = self.sharers * recipe.host_bytes
-        self.in_regions = options.memory == "memsaver"
-        if self.in_regions:
+        if options.in_regions:
             # A pause in one process and a resume in another run at the same time, through the pool's chunks. Sent
             # tensors keep their memory: the trainer gets the engine's own weights.
-            memsaver.configure(pool="shared", pool_capacity=self.capacity, patches="multiprocessing")
+            pool = "shared" if options.memory == "memsaver" else "process"
+            memsaver.configure(pool=pool, pool_capacity=self.capacity, patches="multiprocessing")
         self.own_bytes = self.capacity // self.sharers
 
     def release_cache(self) -> None:

@@ -36,7 +36,7 @@ class Memory(Worker):
 
     def free_bytes(self) -> int:
         """That the pool has left. Other savers have none."""
-        if not self.in_regions:
+        if self.options.memory != "memsaver":
             return 0
         memsaver.region("overwrite", device=str(self.device))  # the first region joins the pool
         pool = memsaver.stats().devices[str(self.device)].pool
@@ -45,7 +45,7 @@ class Memory(Worker):
     def await_memory(self, seconds: float) -> None:
         """Wait until all memory is free, as dead processes' is after a while; no longer than this."""
         until = time.monotonic() + seconds
-        while self.in_regions and self.free_bytes() < self.capacity and time.monotonic() < until:
+        while self.options.memory == "memsaver" and self.free_bytes() < self.capacity and time.monotonic() < until:
             time.sleep(_POLL_S)
 
     def overwrite(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from multiprocessing.reduction import ForkingPickler
 
 import torch
@@ -129,6 +130,13 @@ class Engine:
         self.settle()
         self.drop_prefix_cache()
         return bytes(ForkingPickler.dumps(self.model.parameters))
+
+    @torch.no_grad()
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy new parameters, by Hugging Face name; drop the prefix cache. No requests may be running."""
+        self.drop_prefix_cache()
+        for name, weight in weights.items():
+            self.model.parameters[name].copy_(weight)
 
     def checksums(self) -> dict[str, int]:
         """Of this rank's part of each parameter, by Hugging Face name."""
