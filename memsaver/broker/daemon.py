@@ -67,7 +67,11 @@ def start(
     except OSError as error:
         text = f"the log of a broker, {log}, cannot be opened: {error.strerror}, expected a file to write"
         raise BrokerError(text, path=str(path)) from None
-    pid = _spawn(uuid, device, capacity, linger_s, log)
+    try:
+        pid = _spawn(uuid, device, capacity, linger_s, log)
+    except (OSError, subprocess.CalledProcessError) as error:  # such as for lack of memory
+        reason = error if isinstance(error, OSError) else f"{sys.executable} ended with status {error.returncode}"
+        raise BrokerError(f"a broker for device {uuid} could not be started: {reason}", path=str(path)) from None
     while not discovery.accepts(path):
         failed = not procfs.is_alive(pid) and not discovery.is_locked(path)
         if failed or time.monotonic() > deadline:

@@ -486,13 +486,17 @@ def test_processes_that_need_a_broker_at_once_get_one_that_outlives_them(empty: 
             end(each)
 
 
-def test_a_broker_that_cannot_start_reports_the_reason(empty: Running) -> None:
+def test_a_broker_that_cannot_start_reports_the_reason(empty: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.BrokerError, match="could not be started.*900000.00 GiB"):
         daemon.ensure(empty.uuid, "cpu", 900_000 * GIB)
     with pytest.raises(errors.BrokerError, match="after 0 s"):  # it is killed, as with a call of the driver that hangs
         daemon.ensure(empty.uuid, "cpu", timeout_s=0.0)
     until(lambda: not discovery.is_locked(empty.path))
     assert not discovery.accepts(empty.path)
+    for program, reason in (("/", "Permission denied"), ("/bin/false", "ended with status 1")):
+        with monkeypatch.context() as patch, pytest.raises(errors.BrokerError, match=f"could not be started.*{reason}"):
+            patch.setattr(sys, "executable", program)
+            daemon.ensure(empty.uuid, "cpu")
     log = empty.path.with_suffix(".log")
     log.unlink()
     log.mkdir()  # as on a disk that is read-only, it cannot be opened
