@@ -24,7 +24,7 @@ class Proc:
         folder = self.root / str(pid)
         (folder / "fd").mkdir(parents=True)
         numbers = f"{state} {parent} 0 0 0 0 {flags} " + "0 " * 12 + "100 " + "0 " * 30
-        (folder / "stat").write_text(f"{pid} (a name) with) {numbers}")
+        (folder / "stat").write_bytes(f"{pid} (a name) with".encode() + b"\xff) " + numbers.encode())  # any bytes
         for number, target in enumerate(files):
             (folder / "fd" / str(number)).symlink_to(target)
 
