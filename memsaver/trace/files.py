@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from memsaver.errors import Error
 
 Event = dict[str, Any]
+_BEGIN = '{"ph":'  # of a line. In a name the quotes have backslashes
 
 
 class Events(NamedTuple):
@@ -25,7 +26,7 @@ class Events(NamedTuple):
 def read(paths: Iterable[str]) -> Events:
     """Reads traces of one host. Raises OSError, and Error for a file that is no trace, or of another boot or host."""
     names: dict[str, Event] = {}
-    events: list[Event] = []
+    events: dict[str, Event] = {}  # by line: a file may be read twice, also as a part of a merged one
     boots: dict[str, str] = {}
     torn = 0
     for path in paths:
@@ -33,22 +34,20 @@ def read(paths: Iterable[str]) -> Events:
         for line in Path(path).read_text(errors="replace").splitlines():
             if not (text := line.strip().removesuffix(",")) or text in ("[", "]"):
                 continue
-            try:
-                event = json.loads(text)
-                is_name = event["ph"] == "M"
-                boot = event["args"].get("boot") if is_name else None
-                if not is_name:
-                    float(event["ts"])
-            except (ValueError, KeyError, TypeError, AttributeError):  # also a line of another program
+            event = _parsed(text)
+            if event is None:
                 torn += 1
+                text = text[max(0, text.rfind(_BEGIN)) :]  # another process appends to a line that was cut
+                event = _parsed(text)
+            if event is None:
                 continue
-            if boot:
+            if event["ph"] != "M":
+                events[text] = event
+                continue
+            names[text] = event
+            if boot := event["args"].get("boot"):
                 boots.setdefault(boot, path)
                 is_trace = True
-            if is_name:
-                names[text] = event
-            else:
-                events.append(event)
         if not is_trace:
             raise Error(f"{path} is no trace: expected a file of configure(trace=...) or MEMSAVER_TRACE")
     if len(boots) > 1:
@@ -56,8 +55,21 @@ def read(paths: Iterable[str]) -> Events:
             f"{' and '.join(boots.values())} are of several hosts, or of several boots of one: their times do not "
             "have one clock"
         )
-    events.sort(key=lambda event: event["ts"])  # at one time in the order of the file: a stage follows its transition
-    return Events([*names.values(), *events], torn)
+    # At one time in the order of the file: a stage follows its transition.
+    return Events([*names.values(), *sorted(events.values(), key=lambda event: event["ts"])], torn)
+
+
+def _parsed(text: str) -> Event | None:
+    """The event of a line. None: it was cut, or is of another program."""
+    try:
+        event: Event = json.loads(text)
+        if event["ph"] == "M":
+            event["args"].get("boot")
+        else:
+            float(event["ts"])
+        return event
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def merge(paths: Sequence[str], output: str) -> Events:

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 
 from memsaver.errors import GIB, Error
+from memsaver.process_names import UNKNOWN
 from memsaver.trace.files import Event
 from memsaver.trace.writer import IDLE, OUTSIDE
 
@@ -38,6 +39,7 @@ def samples(events: Sequence[Event], device: str | None = None) -> Samples:
     for event in [event for event, uuid in changes if device in (None, uuid)]:
         if event["cat"] == "memory":
             regions[event["pid"]] = event["args"]
+            names.setdefault(event["pid"], UNKNOWN)  # the line with its name was cut
         elif event["cat"] == "pool":
             pool = event["args"]
         else:
@@ -102,7 +104,7 @@ def draw(found: Samples, file: Path) -> None:
         f'<text x="8" y="{_TOP + _HEIGHT // 2}">{unit_name}</text>',
         "</svg>\n",
     ]
-    file.write_text("\n".join(parts))
+    file.write_text("\n".join(parts), encoding="utf-8")
 
 
 def _colors(found: Samples) -> dict[str, str]:

@@ -71,6 +71,8 @@ class Writer:
     def flush(self) -> None:
         """Writes the events so far."""
         with self._writing:
+            if self._ended:  # the number of the closed file may be that of another file
+                return
             try:
                 text = "".join([make() for make in self._taken()])
                 if text:
@@ -91,12 +93,13 @@ class Writer:
         """Ends the trace. ``exits``: the process ends, and its memory returns."""
         if exits:
             self._add(partial(self._memory, time.monotonic(), None))
-        self.flush()
-        self._ended = True
-        self._wake.set()
         with self._writing:
+            self.flush()
+            self._ended = True
             if self._file is not None:
                 os.close(self._file)
+                self._file = None
+        self._wake.set()
 
     def _add(self, text: Callable[[], str], now: bool = False) -> None:
         if self._ended:

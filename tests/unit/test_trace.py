@@ -9,10 +9,12 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from memsaver import _core, _results, cli, trace
 from memsaver.broker import daemon
 from memsaver.trace.files import read
 from memsaver.trace.picture import MOVING, samples
-from memsaver.trace.writer import IDLE
+from memsaver.trace.writer import IDLE, Writer
 from memsaver.transitions import prepare_pause
 from tests.pool_support import Running, Worker
 from tests.support import MIB, Block, Fill, Make, Visitor, check, run_clean, until
@@ -234,6 +236,17 @@ def test_the_file_of_a_killed_process_is_read_but_for_a_torn_line(turned: Turned
     text = "memsaver: lines left out, which the end of a process has cut: 1\n"
     assert command("merge", path, "-o", tmp_path / "all.json") == (0, "", text)
     check_format(json.loads((tmp_path / "all.json").read_text()))
+    path.write_text(path.read_text() + turned.files[0].read_text().removeprefix("[\n"))  # by the next process
+    found = read([str(path)])
+    assert found.torn == 1
+    assert [each for each in found.events if each["pid"] == turned.broker] == read([str(turned.files[0])]).events
+
+
+def test_an_event_that_is_read_twice_is_in_the_merge_once(turned: Turned, tmp_path: Path) -> None:
+    path = tmp_path / "run.all.json"
+    for _ in range(2):  # its own output is among the files of the second call
+        assert command("merge", *turned.files, *tmp_path.glob("run.*"), "-o", path) == (0, "", "")
+    assert json.loads(path.read_text()) == read(map(str, turned.files)).events
 
 
 def test_the_picture_has_each_owner_and_a_killed_process_holds_nothing(turned: Turned, tmp_path: Path) -> None:
@@ -260,6 +273,43 @@ def test_the_picture_has_each_owner_and_a_killed_process_holds_nothing(turned: T
             assert held[params] == 0
     assert any(held.get(params) == 64 * MIB and held[kv] == 0 for _, held in found)
     assert any(held.get(f"{name} {turned.trainer}: {MOVING}") for _, held in found)  # before its first transition
+    cut = [each for each in of(turned.files[1]) if each["name"] != "process_name"]
+    assert any(held.get(f"? {turned.engine}: kv") for _, held in samples(cut))
+
+
+def test_the_picture_is_utf_8_in_each_locale(tmp_path: Path) -> None:
+    path = tmp_path / "memory.svg"
+    program = f"""
+from pathlib import Path
+from memsaver.trace.picture import draw
+draw([(0.0, {{"engine: \\u6a21": 1.0}}), (1.0, {{}})], Path({str(path)!r}))
+"""
+    assert run_clean(program, PYTHONUTF8="0", PYTHONCOERCECLOCALE="0", LC_ALL="C") == ""
+    assert "engine: \u6a21" in [each.text for each in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_an_event_that_comes_while_a_trace_ends_is_written_to_no_other_file(tmp_path: Path) -> None:
+    """A file that is opened after the end of the trace has its number."""
+    writer = Writer(str(tmp_path / "run.json"))
+    writer.event("B", "phase", "rollout")
+    writer.flush()
+    comes, ended = threading.Event(), threading.Event()
+
+    class Events(deque[Any]):
+        def append(self, event: Any) -> None:
+            comes.set()
+            ended.wait(60)
+            super().append(event)
+
+    writer._events = Events()
+    with ThreadPoolExecutor(1) as thread:
+        late = thread.submit(writer._add, lambda: "late", now=True)
+        assert comes.wait(60)
+        writer.end()
+        with open(tmp_path / "other", "w"):
+            ended.set()
+            late.result(60)
+    assert (tmp_path / "other").read_text() == ""
 
 
 @pytest.mark.parametrize("how", ["pause", "allocation", "ahead"])
