@@ -10,22 +10,23 @@ import os
 import sys
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
-from importlib.metadata import version
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from memsaver import _adapter, _core, doctor, ledger
+from memsaver import __version__, _adapter, _core, doctor, ledger
 from memsaver._adapter import TOUCHES
 from memsaver.broker import caller, daemon, discovery
 from memsaver.broker.clients import PAGE
 from memsaver.broker.loop import BrokerLoop, raise_descriptor_limit
 from memsaver.config import parse_drop_in, parse_seconds, parse_size, settings
 from memsaver.drop_in import startup
-from memsaver.errors import BrokerError, ConfigError, Error, gib
+from memsaver.errors import BrokerError, ConfigError, DriverError, Error, gib
 from memsaver.policies import BACKUPS
 from memsaver.trace.files import Events, merge, read
 from memsaver.trace.picture import draw, samples
 
+_T = TypeVar("_T")
 _OLD_S = 1.0  # of a report
 _WIDEST_NAME = 40  # characters of a process in the table of `top`
 
@@ -33,8 +34,10 @@ _WIDEST_NAME = 40  # characters of a process in the table of `top`
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, or 1 with a message on stderr. Exits with 2 on wrong usage.
 
-    That of `doctor` has its findings.
+    That of `doctor` has its findings. 130: it was interrupted.
     """
+    if isinstance(sys.stdout, TextIOWrapper):  # names may have letters that the encoding of a terminal lacks
+        sys.stdout.reconfigure(errors="backslashreplace")
     options = _parser().parse_args(arguments)
     try:
         status = int(options.run(options))
@@ -43,10 +46,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the program that reads the output has ended, such as head
         return 1
     except (Error, OSError) as error:
-        print(f"memsaver: {error}", file=sys.stderr)
+        _say(error)
         return 1
     except KeyboardInterrupt:
-        return 0
+        return 130
+
+
+def _say(text: object) -> None:
+    if sys.stderr is not None:  # it is closed: print() would write to stdout
+        print(f"memsaver: {text}", file=sys.stderr)
 
 
 def _flush() -> None:
@@ -63,7 +71,7 @@ def _flush() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="memsaver", description="One GPU's memory, shared by several processes.")
-    parser.add_argument("--version", action="version", version=f"memsaver {version('memsaver')}")
+    parser.add_argument("--version", action="version", version=f"memsaver {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     broker = commands.add_parser("broker", help="start the process that holds the shared pool of a device")
@@ -198,14 +206,14 @@ def _stop(options: argparse.Namespace) -> int:
     return _for_each(_paths(options.device), stop)
 
 
-def _for_each(paths: Sequence[Path], act: Callable[[Path], None]) -> int:
-    """Calls a function for each broker. One that does not answer does not keep it from the others."""
+def _for_each(subjects: Sequence[_T], act: Callable[[_T], None]) -> int:
+    """Calls a function for each broker or device. One that does not answer does not keep it from the others."""
     status = 0
-    for path in paths:
+    for each in subjects:
         try:
-            act(path)
-        except BrokerError as error:
-            print(f"memsaver: {error}", file=sys.stderr)
+            act(each)
+        except (BrokerError, DriverError) as error:
+            _say(error)
             status = 1
     return status
 
@@ -241,13 +249,22 @@ def _device(text: str | None) -> str:
         return "cuda:0" if count else "cpu"
     if text == "cpu":
         return text
-    uuids = {str(_core.cuda_uuid(index)).lower(): index for index in range(count)}
+    uuids = {uuid.lower(): index for index, uuid in _uuids(count).items()}
     number = text.removeprefix("cuda:")
     index = uuids.get(text.lower(), int(number) if number.isascii() and number.isdigit() else -1)
     if not 0 <= index < count:
         there = ", ".join(["cpu", *(f"cuda:{each} ({uuid})" for uuid, each in uuids.items())])
         raise ConfigError(f"there is no device {text!r}; the devices are: {there}", option="device", value=text)
     return f"cuda:{index}"
+
+
+def _uuids(count: int) -> dict[int, str]:
+    """Those of the GPUs that memsaver can use."""
+    found = {}
+    for index in range(count):
+        with suppress(DriverError):
+            found[index] = str(_core.cuda_uuid(index))
+    return found
 
 
 def _memory(name: str) -> Any:
@@ -331,11 +348,13 @@ def _serve_metrics(options: argparse.Namespace) -> int:
     try:
         from memsaver import metrics
     except ModuleNotFoundError as error:
-        print(f"memsaver: {error}", file=sys.stderr)
+        _say(error)
         return 1
     port, thread = metrics.serve(options.address, int(text))
-    print(f"serves http://{options.address}:{port}/metrics", flush=True)
-    thread.join()
+    host = f"[{options.address}]" if ":" in options.address else options.address
+    print(f"serves http://{host}:{port}/metrics", flush=True)
+    with suppress(KeyboardInterrupt):
+        thread.join()
     return 0
 
 
@@ -361,22 +380,20 @@ def _plot(options: argparse.Namespace) -> int:
 
 def _say_torn(found: Events) -> None:
     if found.torn:
-        print(f"memsaver: lines left out, which the end of a process has cut: {found.torn}", file=sys.stderr)
+        _say(f"lines left out, which the end of a process has cut: {found.torn}")
 
 
 def _run(options: argparse.Namespace) -> int:
     program = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not program:
-        print(
-            "memsaver: PROGRAM is missing, expected a command such as: memsaver run -- python train.py", file=sys.stderr
-        )
+        _say("PROGRAM is missing, expected a command such as: memsaver run -- python train.py")
         return 2
     if not _core.cuda_device_count():
-        print(f"memsaver: CUDA finds no GPU: no memory of {program[0]} is managed", file=sys.stderr)
+        _say(f"CUDA finds no GPU: no memory of {program[0]} is managed")
     try:
         startup.run(program, options.backup)
     except OSError as error:
-        print(f"memsaver: {program[0]} cannot be started: {error.strerror}", file=sys.stderr)
+        _say(f"{program[0]} cannot be started: {error.strerror}")
         return 1
     return 0
 
@@ -394,12 +411,15 @@ def _top(options: argparse.Namespace) -> int:
         pools.append({**found, "ledger": ledger.of_pool(found)})
 
     status = _for_each(paths, add)
-    devices = [_figures(name) for name in _without_pool(options.device, {path.stem for path in paths})]
+    devices: list[dict[str, Any]] = []
+    status |= _for_each(
+        _without_pool(options.device, {path.stem for path in paths}), lambda name: devices.append(_figures(name))
+    )
     if status and not pools and not devices:
         return status
     if options.json:
         if note:
-            print(f"memsaver: {note}", file=sys.stderr)
+            _say(note)
         print(json.dumps({"pools": pools, "devices": devices}, default=dataclasses.asdict))
         return status
     parts = [*([[note]] if note else []), *map(_lines, [*pools, *devices])]
@@ -414,7 +434,8 @@ def _without_pool(device: str | None, uuids: Set[str]) -> list[str]:
     count = _core.cuda_device_count()
     if not count:
         return [] if uuids else ["cpu"]
-    return [f"cuda:{index}" for index in range(count) if _core.cuda_uuid(index) not in uuids]
+    found = _uuids(count)
+    return [f"cuda:{index}" for index in range(count) if found.get(index) not in uuids]
 
 
 def _figures(name: str) -> dict[str, Any]:

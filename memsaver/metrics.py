@@ -254,9 +254,8 @@ def serve(address: str, port: int) -> tuple[int, threading.Thread]:
     registry.register(PoolCollector())
     try:
         server, thread = start_http_server(port, address, registry)
-    except OSError as error:
-        text = (
-            f"cannot serve at {address}:{port}: {error.strerror}; expected an address of this machine, and a free port"
-        )
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+        why = getattr(error, "strerror", error)
+        text = f"cannot serve at {address}:{port}: {why}; expected an address of this machine, and a free port"
         raise ConfigError(text, option="port", value=port) from None
     return server.server_port, thread

@@ -193,6 +193,29 @@ def test_a_command_whose_output_cannot_be_written_says_so_in_one_line(reader: st
     assert (done.returncode, done.stderr) == (1, text)
 
 
+def test_a_command_prints_a_name_that_the_encoding_lacks() -> None:
+    command = [sys.executable, "-m", "memsaver", "config"]
+    done = run_program(command, env=environment(MEMSAVER_NAME="trainer Ä", PYTHONIOENCODING="ascii"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "trainer \\xc4 " in done.stdout
+
+
+def test_a_command_without_stderr_prints_its_output_alone() -> None:
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-m", "memsaver", "top", "--json"]
+    done = run_program(command, env=environment())
+    assert json.loads(done.stdout)["pools"] == [] and done.returncode == 0
+
+
+def test_a_command_that_is_interrupted_has_not_succeeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from memsaver import cli
+
+    def interrupt() -> list[cli.doctor.Finding]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.doctor, "examine", interrupt)
+    assert cli.main(["doctor"]) == 130
+
+
 def test_config_prints_json_and_the_changes_that_the_environment_asks_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

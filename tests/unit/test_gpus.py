@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import resource
 import signal
@@ -19,7 +20,7 @@ import psutil
 import pytest
 
 import memsaver
-from memsaver import _core, doctor
+from memsaver import _core, cli, doctor
 from tests import controls, gpus
 from tests.gpus import Segment, gpu
 from tests.support import GIB, MIB, PAGE, Visitor, check, run_clean, until, used_bytes
@@ -314,6 +315,16 @@ def test_nvml_knows_a_device_by_its_uuid_or_its_mig_uuid(mig: int) -> None:
     assert _core.open_cuda_memory(gpus.ordinal(device)).free_bytes() == free
     assert _core.cuda_uuid(gpus.ordinal(device)) == driver.uuid()
     assert segment.nbytes
+
+
+def test_a_gpu_whose_memory_cannot_be_opened_does_not_hide_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    bare, plain, other = gpu(virtual_memory=0), gpu(exports=0), gpu()
+    code, output = cli.main(["top", "--json"]), capsys.readouterr()
+    assert code == 1, output
+    shown = {each["device"] for each in json.loads(output.out)["devices"]}
+    assert other in shown and not {bare, plain} & shown
+    assert f"{plain} has no POSIX descriptors for its memory" in output.err
+    assert f"{bare} does not support virtual memory" in output.err
 
 
 def test_a_context_that_dies_in_a_transition_leaves_the_region_lost(threads: ThreadPoolExecutor) -> None:

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 import memsaver
-from memsaver import _results
+from memsaver import _results, cli
 from tests.broker_support import Running
 from tests.pool_support import Worker
 from tests.support import MIB, ROOT, Block, Make, Visitor, check, run_python, until
@@ -279,6 +280,21 @@ def serving(broker: Running) -> Iterator[int]:
             process.terminate()
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_command_prints_its_url_and_serves_until_it_is_interrupted(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    thread = threading.Thread()
+    monkeypatch.setattr(thread, "join", interrupt)
+    monkeypatch.setattr(metrics, "serve", lambda address, port: (port, thread))
+    assert cli.main(["serve-metrics", "--port", "9100", "--address", address]) == 0
+    url = capsys.readouterr().out.removeprefix("serves ").strip()
+    assert (urllib.parse.urlsplit(url).hostname, urllib.parse.urlsplit(url).port) == (address, 9100)
+
+
 def test_the_command_serves_and_refuses_in_one_line(broker: Running) -> None:
     with serving(broker) as port:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
@@ -286,6 +302,8 @@ def test_the_command_serves_and_refuses_in_one_line(broker: Running) -> None:
         done = broker.run("serve-metrics", "--port", str(port))
         assert (done.returncode, done.stdout) == (1, "")
         assert done.stderr.startswith(f"memsaver: cannot serve at 127.0.0.1:{port}: Address already in use; expected")
+    done = broker.run("serve-metrics", "--port", "0", "--address", "a..b")
+    assert done.stderr.startswith("memsaver: cannot serve at a..b:0: ") and done.stderr.count("\n") == 1
     done = run_python("""
         import sys
         sys.modules["prometheus_client"] = None  # any import of it raises ModuleNotFoundError
