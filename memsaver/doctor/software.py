@@ -75,7 +75,7 @@ def drop_ins(machine: Machine) -> Iterator[Finding]:
     asked = parse_drop_in(written[1]) if written else set()
     for (value, preload, managed), who in machine.by_value("MEMSAVER_DROP_IN", "LD_PRELOAD", "TMS_INIT_ENABLE"):
         value = value or (written[1] if written else "")
-        savers = [each for each in preload.split(":") if "torch_memory_saver" in os.path.basename(each)]
+        savers = [each for each in startup.preloaded(preload) if "torch_memory_saver" in os.path.basename(each)]
         own = all(os.path.dirname(os.path.realpath(each)) == os.path.realpath(startup.LIBRARIES) for each in savers)
         text = f"MEMSAVER_DROP_IN={value}, preloaded: {', '.join(savers) or 'none'} in {who}"
         wrong = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Final
 
 from memsaver import _core
 from memsaver.config import parse_drop_in
+from memsaver.errors import Error
 
 FOLDER: Final = Path(__file__).parent / "start"  # for PYTHONPATH
 # Of torch_memory_saver's package and of the libraries to preload. They are apart in an editable installation.
@@ -49,24 +51,34 @@ def remove() -> bool:
 
 
 def python_path(former: str = "") -> str:
-    """``PYTHONPATH`` with the folder first."""
-    return _first(str(FOLDER), [each for each in former.split(os.pathsep) if each != str(FOLDER)])
+    """``PYTHONPATH`` with the folder first. An empty part of it stays: it is the working directory."""
+    others = former.split(os.pathsep) if former else []
+    return os.pathsep.join([str(FOLDER), *(each for each in others if each != str(FOLDER))])
+
+
+def preloaded(variable: str) -> list[str]:
+    """The libraries in a value of ``LD_PRELOAD``, as the loader reads it."""
+    return list(filter(None, re.split("[: ]", variable)))
 
 
 def preload_variable(library: str, former: str) -> str:
-    """``LD_PRELOAD`` with this library first. Other libraries stay, but for those of torch_memory_saver."""
-    return _first(library, [each for each in former.split(":") if not os.path.basename(each).startswith(_STEM)])
+    """``LD_PRELOAD`` with this library first. Other libraries stay, but for those of torch_memory_saver.
 
-
-def _first(path: str, others: list[str]) -> str:
-    return ":".join(filter(None, [path, *others]))
+    Raises Error for a path that the variable cannot have.
+    """
+    if preloaded(library) != [library]:
+        raise Error(
+            f"the library to preload is {library!r}, expected a path without spaces and colons, at which the system's "
+            "loader would split it: install memsaver elsewhere"
+        )
+    return ":".join([library, *(each for each in preloaded(former) if not os.path.basename(each).startswith(_STEM))])
 
 
 def managed(backup: str, base: Mapping[str, str]) -> dict[str, str]:
     """The variables of a program whose memory is managed whole, with this policy.
 
     ``base``: those of the caller. Other libraries to preload and other drop-ins stay. Raises ConfigError if
-    ``MEMSAVER_DROP_IN`` has a wrong value.
+    ``MEMSAVER_DROP_IN`` has a wrong value, and as ``preload_variable()``.
     """
     drop_in = base.get("MEMSAVER_DROP_IN", "")
     if "tms" not in parse_drop_in(drop_in):

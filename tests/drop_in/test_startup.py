@@ -16,8 +16,8 @@ import pytest
 from memsaver_drop_in import when_imported
 
 from memsaver import cli, drop_in
-from memsaver.drop_in import DropInError
-from memsaver.drop_in.startup import PRELOAD, managed, python_path
+from memsaver.drop_in import DropInError, startup
+from memsaver.drop_in.startup import FOLDER, PRELOAD, managed, python_path
 from memsaver.errors import ConfigError
 from tests.drop_in import fake_vllm
 from tests.drop_in.fake_vllm import before
@@ -182,17 +182,20 @@ class TestRun:
 
     @pytest.mark.parametrize(("backup", "switches"), [("host", "10"), ("disk", "01"), ("none", "00")])
     def test_variables_are_those_of_the_policy(self, backup: str, switches: str) -> None:
-        found = managed(backup, {"LD_PRELOAD": "/lib/other.so", "MEMSAVER_DROP_IN": "vllm", "KEPT": "1"})
+        base = {"LD_PRELOAD": "/lib/other.so", "PYTHONPATH": ":/lib", "MEMSAVER_DROP_IN": "vllm", "KEPT": "1"}
+        found = managed(backup, base)
         assert found["LD_PRELOAD"] == f"{PRELOAD}:/lib/other.so"
+        assert found["PYTHONPATH"] == f"{FOLDER}::/lib"  # the working directory, too
         assert found["MEMSAVER_DROP_IN"] == "vllm,tms"
         assert found["KEPT"] == found["TMS_INIT_ENABLE"] == "1"
         assert found["TMS_INIT_ENABLE_CPU_BACKUP"] + found["TMS_INIT_ENABLE_DISK_BACKUP"] == switches
         assert managed(backup, found) == found  # of a program that starts another
 
     def test_another_library_of_torch_memory_saver_goes(self) -> None:
-        former = "/site/torch_memory_saver_hook_mode_preload_cu13.abi3.so:/lib/other.so"
+        former = "/lib/first.so /site/torch_memory_saver_hook_mode_preload_cu13.abi3.so:/lib/other.so"
         found = managed("host", {"LD_PRELOAD": former, "MEMSAVER_DROP_IN": "vllm, tms"})
-        assert found["LD_PRELOAD"] == f"{PRELOAD}:/lib/other.so" and found["MEMSAVER_DROP_IN"] == "vllm, tms"
+        assert found["LD_PRELOAD"] == f"{PRELOAD}:/lib/first.so:/lib/other.so"
+        assert found["MEMSAVER_DROP_IN"] == "vllm, tms"
         with pytest.raises(ConfigError, match="drop_in is 'everything'"):
             managed("host", {"MEMSAVER_DROP_IN": "everything"})
 
@@ -200,6 +203,15 @@ class TestRun:
         program = "import os; raise SystemExit(7 if os.environ['TMS_INIT_ENABLE_DISK_BACKUP'] == '1' else 8)"
         command = [sys.executable, "-m", "memsaver", "run", "--backup", "disk", "--", sys.executable, "-c", program]
         assert subprocess.run(command, timeout=60).returncode == 7
+
+    def test_a_path_that_the_loader_would_split_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(startup, "PRELOAD", Path("/home/my environment/preload.so"))
+        monkeypatch.setattr(os, "execvpe", lambda *program: None)
+        assert cli.main(["run", "--", sys.executable, "-c", "0"]) == 1
+        text = "the library to preload is '/home/my environment/preload.so', expected a path without spaces and colons"
+        assert text in capsys.readouterr().err
 
     @pytest.mark.parametrize("gpus", [0, 2])
     def test_a_machine_without_a_gpu_is_named_in_one_line(

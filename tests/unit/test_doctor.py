@@ -250,6 +250,7 @@ def test_versions_are_those_of_the_pages() -> None:
         ({}, "ok", "MEMSAVER_DROP_IN="),
         ({"MEMSAVER_DROP_IN": "vlm"}, "error", "=vlm"),
         ({"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": str(startup.PRELOAD), "TMS_INIT_ENABLE": "1"}, "ok", "preloaded"),
+        ({"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": f"/lib/x.so {startup.PRELOAD}"}, "ok", "preloaded"),
         ({"MEMSAVER_DROP_IN": "tms", "LD_PRELOAD": "/x/torch_memory_saver_hook_mode_preload.so"}, "error", "/x/"),
         ({"LD_PRELOAD": str(startup.PRELOAD)}, "error", "preload"),
         ({"MEMSAVER_DROP_IN": "tms", "TMS_INIT_ENABLE": "1"}, "error", "preloaded: none"),
