@@ -107,9 +107,10 @@ def _patches(value: Any, option: str) -> list[str]:
 
 
 def _path(value: Any) -> str:
-    """An absolute path. Empty: the value is no path."""
-    with suppress(TypeError):
-        return os.fsdecode(value) and os.path.abspath(os.fsdecode(value))
+    """An absolute path. Empty: the value is no path, or its working directory was removed."""
+    with suppress(TypeError, OSError):
+        path = os.fsdecode(value)
+        return os.path.abspath(path) if path and "\0" not in path else ""
     return ""
 
 

@@ -31,11 +31,11 @@ def given_name(pid: int) -> str | None:
         process = psutil.Process(pid)
         with contextlib.suppress(*unreadable):  # its environment may be hidden, or gone before it exits
             if name := process.environ().get("MEMSAVER_NAME"):
-                return _printable(name)
+                return printable(name)
         if arguments := process.cmdline():
             title = arguments[0].split(" ")[0]
             found = title if title.startswith("ray::") else _python_program(arguments)
-            return _printable(found) if found else _program(pid)
+            return printable(found) if found else _program(pid)
     return None
 
 
@@ -43,13 +43,14 @@ def _program(pid: int) -> str:
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError, ValueError):
-        return _printable(str(psutil.Process(pid).name()))
+        return printable(str(psutil.Process(pid).name()))
     return UNKNOWN
 
 
-def _printable(name: str) -> str:
-    """A name of bounded length that can be encoded."""
-    return name.encode(errors="replace")[:_LONGEST].decode(errors="replace")
+def printable(name: str) -> str:
+    """A name of bounded length that can be encoded, and that fits into a line."""
+    text = name.encode(errors="replace")[:_LONGEST].decode(errors="replace")
+    return "".join(each if each.isprintable() else "?" for each in text)
 
 
 def _python_program(arguments: Sequence[str]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from memsaver import _core, config, ledger
 from memsaver.broker import caller, discovery
 from memsaver.errors import BrokerError, ConfigError, DriverError
-from memsaver.process_names import process_name
+from memsaver.process_names import printable, process_name
 
 _COMMAND = re.compile(rb"(^|[\0/])memsaver\0(broker|top|doctor|trim|config|drop-in|serve-metrics)\0")
 SHELL = "this shell"
@@ -92,7 +92,8 @@ class Machine:
                 command = Path(f"{self.root}/proc/{pid}/cmdline").read_bytes() + b"\0"
                 if pid != os.getpid() and is_one and not _COMMAND.search(command):
                     variables = self.variables_of(pid)
-                    found.append(Process(pid, variables.get("MEMSAVER_NAME") or process_name(pid), variables))
+                    name = printable(variables.get("MEMSAVER_NAME") or process_name(pid))
+                    found.append(Process(pid, name, variables))
         return found
 
     def by_value(self, *names: str) -> Iterator[tuple[tuple[str, ...], str]]:

@@ -768,6 +768,7 @@ def test_a_process_whose_main_thread_has_ended_has_no_given_name() -> None:
         (["python"], "sleep"),
         (["serve", "train.py"], "sleep"),
         (["python", "\udcff" + 200 * "x"], "?" + 99 * "x"),
+        (["python", "two\nlines \x1b[31m"], "two?lines ?[31m"),
     ],
 )
 def test_name_of_python_process_is_its_script_or_module(arguments: list[str], name: str) -> None:

@@ -76,7 +76,7 @@ UNPICKLED = (each for each in range(0))
         ("patches", ["everything", 3, [[1]]], "one or several of 'captures', 'multiprocessing'"),
         ("disk_dir", ["/no/such"], "a directory that can be written to; it does not exist"),
         ("disk_dir", ["", 3, __file__], "a directory that can be written to"),
-        ("report_dir", ["", 3, __file__], "the path of a directory, which need not exist yet"),
+        ("report_dir", ["", 3, __file__, "a\0b"], "the path of a directory, which need not exist yet"),
         ("host_devise", [1], "there is no option 'host_devise'; did you mean 'host_device'"),
         ("x", [1], "there is no option 'x'; there are disk_dir, "),
         ("pool_dir", [1], "pool_dir is set by MEMSAVER_POOL_DIR alone"),
@@ -95,6 +95,16 @@ def test_wrong_values_are_named_with_the_expectation_and_change_nothing(
             copy = pickle.loads(pickle.dumps(caught.value))
             assert copy.value == (repr(value) if value is UNPICKLED else value)
     assert memsaver.stats().options == before
+
+
+def test_a_path_in_a_working_directory_that_was_removed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    for option in ("trace", "report_dir", "disk_dir"):
+        with pytest.raises(memsaver.ConfigError, match=f"^{option} is 'here', expected "):
+            memsaver.configure(**{option: "here"})
 
 
 def test_a_value_that_cannot_be_applied_changes_no_option(

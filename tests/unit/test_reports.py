@@ -57,6 +57,9 @@ def test_reports_are_files_of_the_user_alone_and_the_oldest_are_removed(folder: 
         reports.write(str(number))
     assert len(list(folder.iterdir())) == 50
     assert not paths[0].exists() and paths[1].exists()
+    for path in folder.iterdir():
+        os.utime(path, (1 << 32, 1 << 32))  # the clock has been put back
+    assert reports.write("now").exists() and len(list(folder.iterdir())) == 50
     folder.chmod(0o777)
     refused = "is not a directory that this user alone can write to"
     with pytest.raises(memsaver.Error, match=refused):

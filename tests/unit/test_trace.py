@@ -431,7 +431,7 @@ def test_a_broker_that_a_client_starts_writes_to_the_same_trace(
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, make: Make) -> None:
     expected = "expected the path of a file that can be written, in a directory that exists"
-    for value in (tmp_path, tmp_path / "no" / "run.json", "", 3):
+    for value in (tmp_path, tmp_path / "no" / "run.json", "", 3, "a\0b"):
         with pytest.raises(memsaver.ConfigError) as caught:
             memsaver.configure(trace=value)
         assert str(caught.value) == f"trace is {value!r}, {expected}"
