@@ -20,10 +20,12 @@ LIBRARIES: Final = Path(_core.__file__).parent / "drop_in" / "tms" / "packages"
 _STEM: Final = "torch_memory_saver_hook_mode_"
 PRELOAD: Final = LIBRARIES / f"{_STEM}preload.abi3.so"
 
-# The file stays where memsaver was uninstalled: then it does nothing.
+# The file stays where memsaver was uninstalled: then it does nothing. Where memsaver is in the environment below a
+# virtual one, its packages cannot be found yet.
 _LINE = (
-    'import os; os.environ.setdefault("MEMSAVER_DROP_IN", {value!r}) and __import__("importlib.util").util.find_spec('
-    '"memsaver_drop_in") and __import__("memsaver_drop_in").start()\n'
+    'import os, sys; find = lambda: __import__("importlib.util").util.find_spec("memsaver_drop_in"); '
+    'os.environ.setdefault("MEMSAVER_DROP_IN", {value!r}) and (find() or os.path.isdir({folder!a}) and '
+    'not sys.path.append({folder!a}) and find()) and __import__("memsaver_drop_in").start()\n'
 )
 
 
@@ -39,7 +41,7 @@ def install(names: Sequence[str]) -> Path:
     """
     value = ",".join(names)
     parse_drop_in(value)
-    file().write_text(_LINE.format(value=value))
+    file().write_text(_LINE.format(value=value, folder=str(FOLDER)))
     return file()
 
 

@@ -22,7 +22,7 @@ from memsaver.errors import ConfigError
 from tests.drop_in import fake_vllm
 from tests.drop_in.fake_vllm import before
 from tests.nursery import Fork
-from tests.support import run_python
+from tests.support import environment, run_program, run_python
 
 NAME = "memsaver_test_imported"
 PLUGIN = """
@@ -108,6 +108,16 @@ print(os.environ.get("MEMSAVER_DROP_IN"), type(sys.meta_path[0]).__module__, "to
         assert cli.main(["drop-in", "install", "tms", "vllm"]) == 0
         assert run_python(program).stdout.split() == ["tms,vllm", "memsaver_drop_in", "False"]
         assert run_python(program, MEMSAVER_DROP_IN="vllm").stdout.split()[0] == "vllm"
+        bare = [sys.executable, "-S", "-c", program]  # no site-packages yet, as in a virtual environment over another
+        assert run_program(bare, env=environment(PYTHONPATH="")).stdout.split() == [
+            "tms,vllm",
+            "memsaver_drop_in",
+            "False",
+        ]
+        monkeypatch.setattr(startup, "FOLDER", tmp_path / "none")  # memsaver was uninstalled
+        assert cli.main(["drop-in", "install", "tms", "vllm"]) == 0
+        done = run_program(bare, env=environment(PYTHONPATH=""))
+        assert (done.stdout.split()[0], "memsaver" in done.stdout, done.stderr) == ("tms,vllm", False, "")
         assert cli.main(["drop-in", "install", "sglang"]) == 1
         assert cli.main(["drop-in", "remove"]) == cli.main(["drop-in", "remove"]) == 0
         assert not list(tmp_path.iterdir())
