@@ -462,15 +462,21 @@ def _table(account: ledger.Ledger, clients: list[dict[str, Any]], total: int) ->
     """The memory in use on a device, by process and kind. Regions of clients are shown with their backups."""
     parts: dict[tuple[int | None, str], list[tuple[str, str]]] = {}
     any_waits = any(client["waiting"] for client in clients)
+    labels = {(row.pid, row.label) for row in account.rows if row.kind == "region"}
+    joined = {row.pid for row in account.rows if row.kind == "other"}  # their smallest regions have one row
+    shown = set()
     for client in clients:
         part = parts[client["pid"], client["name"]] = [(_notes(client, any_waits), "")]
         for region in client["regions"]:
+            label = client["pid"], region["tag"]
+            if client["pid"] in joined and region["mapped_bytes"] and label not in labels:
+                continue
+            shown.add(label)
             kept = f", {gib(region['backup_bytes'])} backed up" if region["backup_bytes"] else ""
             period = f" for {region['paused_s']} s" if region["state"] == "paused" else ""
             part.append((f"region {region['tag']} ({region['state']}{period}){kept}", gib(region["mapped_bytes"])))
-    reported = {client["pid"] for client in clients if client["regions"]}
     for row in account.rows:
-        if row.kind != "region" or row.pid not in reported:
+        if row.kind != "region" or (row.pid, row.label) not in shown:
             parts.setdefault((row.pid, row.name), []).append((ledger.described(row), gib(row.bytes)))
     used = account.used_bytes
     width = max([20, *(min(len(name), _WIDEST_NAME) for _, name in parts)])

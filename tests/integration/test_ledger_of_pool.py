@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memsaver import ledger
+from memsaver import cli, ledger
 from memsaver.ledger import Ledger
 from tests.broker_support import PATIENCE_S, Running
 from tests.pool_support import ForkedBroker, Worker, hold_the_gil, let_go
@@ -94,6 +95,18 @@ def test_regions_idle_chunks_and_other_memory_of_clients(broker: Running, one: W
         (broker.pid, "pool idle", ""): idle,
     }
     check_everywhere(broker, expected, one, two)
+
+
+def test_the_table_of_top_has_each_byte_of_many_regions_once(broker: Running) -> None:
+    """A report has 200 regions at most: the first ones, and a row for the smallest."""
+    with Worker(broker, f"held = [hold(str(tag), {2 * MIB} if tag < 220 else {8 * MIB}) for tag in range(230)]"):
+        found = broker.status()
+        while not found["clients"][0]["is_current"]:
+            found = broker.status()
+    table = "\n".join(cli._lines({**found, "ledger": ledger.of_pool(found)})).partition("process ")[2]
+    shown = map(float, re.findall(r"  ([\d.]+) MiB$", table, re.MULTILINE))
+    assert sum(shown) * MIB == found["device_memory"]["used_bytes"]
+    assert len(re.findall(r"region 22\d \(active\) +8.0 MiB", table)) == 10
 
 
 def test_memory_that_another_process_is_attached_to_counts_for_its_owner(
