@@ -61,7 +61,7 @@ class Move:
     prepared, and guests that come back may need the other ranks.
     """
 
-    core: Any = None  # None: its construction was interrupted
+    core: Any = None  # None: it is being made, or that was interrupted
 
     def __init__(
         self,
@@ -77,8 +77,7 @@ class Move:
         self._pause, self._pause_guests = set(pause.regions), pause.guests
         self._thread, self._backup, self._restore = thread, backup, restore
         until = None if bounds.timeout is None else time.monotonic() + bounds.timeout
-        self.recorder = _results.Recorder(pause.tags, resume.tags)
-        self.recorder.core = partial(_core_of, weakref.ref(self))
+        self.recorder = _results.Recorder(pause.tags, resume.tags, weakref.ref(self))
         self._ends: list[Callable[[], object]] = []  # of the expectation of this pause
         self._guests = _guests.Moves({*resume.tags}, self.recorder.enter, _settled_tags, until)
         self._pausing: list[Region] = []
@@ -332,12 +331,6 @@ def _call_all(functions: list[Callable[[], object]]) -> None:
     while functions:
         functions[-1]()
         functions.pop()
-
-
-def _core_of(move: weakref.ref[Move]) -> Any:
-    """The core of a transition. None: it was dropped, or its construction was interrupted."""
-    found = move()
-    return None if found is None else found.core
 
 
 def _is_away(each: Region) -> bool:

@@ -212,18 +212,29 @@ class TransitionRecord:
 class Recorder:
     """Notes one transition. Its thread writes, any thread reads."""
 
-    def __init__(self, pause: Iterable[str], resume: Iterable[str]) -> None:
+    def __init__(self, pause: Iterable[str], resume: Iterable[str], move: Callable[[], Any]) -> None:
+        """``move``: returns the object whose ``core`` is the transition of the core. None: it was dropped."""
+        self._move = move
         self._trace = trace.active
         self._before = None if self._trace is None else _core.region_memory()
         self._number, self._began, self._since = next(_numbers), time.time(), time.monotonic()
         self._thread = threading.current_thread().name
         self._pause, self._resume = tuple(pause), tuple(resume)
         self._end_range = trace.begin_range(trace.title_of(self._pause, self._resume)) if trace.has_ranges else None
-        self.core: Callable[[], Any] = lambda: None
-        """Returns the transition of the core. None: it was dropped."""
         self._own: list[tuple[str, float, str | None]] = []  # name, begin, guest
         self._ended: TransitionRecord | None = None
         _recorders.append(self)
+
+    @property
+    def core(self) -> Any:
+        """The transition of the core. None: it is not made yet, or was dropped."""
+        move = self._move()
+        return None if move is None else move.core
+
+    @property
+    def is_unmade(self) -> bool:
+        """Whether another thread still makes the transition, or was interrupted there."""
+        return self._ended is None and self.core is None and self._move() is not None
 
     def enter(self, stage: str, guest: str | None = None) -> None:
         self._own.append((stage, time.monotonic() - self._since, guest))
@@ -234,7 +245,7 @@ class Recorder:
             if self._ended is not None:
                 return
             text = None if error is None else f"{type(error).__name__}: {error}".removesuffix(": ")
-            core = self.core()
+            core = self.core
             events = () if core is None else core.events
             self._ended = self._record(outcome, text, **nbytes)
             _add(self._ended, error, events)
@@ -244,13 +255,13 @@ class Recorder:
             self._trace.transition(self._before, self._since, self._ended, events)
 
     def record(self) -> TransitionRecord:
-        if self._ended is None and self.core() is None:
+        if self._ended is None and self._move() is None:
             self.end("aborted")
         running = self._record("running", None)
         return self._ended or running  # it may have ended meanwhile
 
     def _record(self, outcome: str, error: str | None, **nbytes: int) -> TransitionRecord:
-        core = self.core()
+        core = self.core
         begins = [*((name, began, None) for name, began in (() if core is None else core.stages)), *self._own]
         begins.sort(key=lambda each: each[1])
         seconds = time.monotonic() - self._since
@@ -320,7 +331,7 @@ def history() -> list[TransitionRecord]:
         >>> last.pause, last.resume, last.outcome, last.stages[0].name
         (('weights',), (), 'done', 'queue')
     """
-    return [each.record() for each in list(_recorders)]
+    return [each.record() for each in list(_recorders) if not each.is_unmade]
 
 
 _DRAW_S, _LOG_S = 0.1, 1.0  # between two looks at the progress
@@ -371,7 +382,7 @@ def _show(recorder: Recorder, ended: threading.Event, bar: Any) -> None:
 
     def look() -> tuple[int, int, str]:
         stages = recorder.record().stages
-        return *recorder.core().progress, stages[-1].name if stages else ""
+        return *recorder.core.progress, stages[-1].name if stages else ""
 
     with suppress(Exception):  # of the terminal, or since the transition was dropped
         if bar is None:

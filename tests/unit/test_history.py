@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,21 @@ def test_the_transition_under_way_is_in_the_history_with_its_stage(make: Make) -
     moving.result(60)
     behind.result(60)
     assert [each.outcome for each in memsaver.history()[-2:]] == ["done", "done"]
+
+
+def test_a_look_at_the_history_while_a_transition_is_made_does_not_end_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    region, made = make(), _core.Transition
+
+    def look(*arguments: Any) -> Any:
+        assert not [each for each in memsaver.history() if region.tag in each.pause]
+        return made(*arguments)
+
+    monkeypatch.setattr(_core, "Transition", look)
+    region.pause()
+    [record] = [each for each in memsaver.history() if region.tag in each.pause]
+    assert record.outcome == "done"
 
 
 def test_stages_of_guests_have_their_names(tag: str) -> None:

@@ -142,9 +142,9 @@ def test_transitions_that_left_the_history_or_were_dropped_are_counted_once(make
         key("transitions_total", kind="resume", outcome="done"): 1,
         key("transitions_total", kind="pause", outcome="aborted"): 2,
     }
-    recorder, before = _results.Recorder(["a"], []), own()
     events = [("cpu", "waits", 0.25, 1.0, MIB, [(1, MIB)]), ("cpu", "copies out", 0.5, 2.5, 3 * MIB, [])]
-    recorder.core = lambda: SimpleNamespace(stages=[], events=events)
+    move = SimpleNamespace(core=SimpleNamespace(stages=[], events=events))
+    recorder, before = _results.Recorder(["a"], [], lambda: move), own()
     recorder.end("failed")
     recorder.end("aborted")
     grown = growth(before)

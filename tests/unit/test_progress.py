@@ -36,7 +36,7 @@ def stderr(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 def under_way() -> Any:
     """The transition of the core that began last."""
-    return _results._recorders[-1].core()
+    return _results._recorders[-1].core
 
 
 def is_shown() -> bool:
