@@ -177,10 +177,12 @@ class Writer:
 
     def _open(self) -> int:
         file = os.open(self.path.replace("%p", str(self._pid)), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        fcntl.flock(file, fcntl.LOCK_EX)  # the first one of several processes writes the beginning
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # the first one of several processes writes the beginning
         if not os.fstat(file).st_size:
             _write(file, "[\n")
-        fcntl.flock(file, fcntl.LOCK_UN)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # of the clock
         name = {"name": title(process_name(self._pid)), "boot": boot}
         self._names.insert(0, self._line("M", "", "process_name", 0, name))

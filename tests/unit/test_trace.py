@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import gc
 import io
 import json
@@ -448,6 +450,19 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.L
     assert [each.getMessage() for each in caplog.records] == [
         "the trace ends: /dev/full cannot be written: [Errno 28] No space left on device"
     ]
+
+
+def test_a_file_system_without_locks_has_the_trace(file: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a cluster, which is mounted without them."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    region = make("host")
+    region.pause()
+    assert only(of(file), f"pause {region.tag}")["args"]["outcome"] == "done"
+    assert file.read_text().startswith("[\n{")
 
 
 def test_files_that_are_no_traces_or_of_another_boot_are_named(file: Path, make: Make, tmp_path: Path) -> None:
