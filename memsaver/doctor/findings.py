@@ -47,7 +47,8 @@ def run(checks: Iterable[Check], machine: Machine) -> list[Finding]:
         try:
             found.extend(check(machine))
         except Exception as error:  # the other checks still run
-            text = f"this check failed: {type(error).__name__}: {error}"
+            [why, *_] = f"{type(error).__name__}: {error}".splitlines()
+            text = f"this check failed: {why}"
             found.append(Finding(check.__name__.replace("_", " "), "warning", text))
     return sorted(found, key=lambda each: STATES.index(each.state))
 

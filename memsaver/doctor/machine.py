@@ -123,7 +123,9 @@ class Machine:
     @property
     def pools(self) -> list[dict[str, Any]]:
         """The status of each pool: see memsaver/broker/status.py."""
-        return [each.status for each in self.brokers if each.status is not None]
+        with suppress(ConfigError):  # the directory of the sockets has a finding of its own
+            return [each.status for each in self.brokers if each.status is not None]
+        return []
 
     @cached_property
     def devices(self) -> list[DeviceMemory]:
