@@ -62,8 +62,10 @@ def _holders(device: DeviceMemory) -> Iterator[Finding]:
         name = "no listed process" if row.pid is None else f"{row.name} (pid {row.pid})"
         by_process[name] = by_process.get(name, 0) + row.bytes
     silent = {row.pid for row in device.account.rows if row.kind == "process"}
-    used, total = device.account.used_bytes or 0, device.total_bytes
-    text = f"{device.name} ({device.uuid}): {gib(used)} of {gib(total)} in use"
+    used, total, least = device.account.used_bytes, device.total_bytes, ""
+    if used is None:  # the driver does not tell
+        used, least = sum(by_process.values()), "at least "
+    text = f"{device.name} ({device.uuid}): {least}{gib(used)} of {gib(total)} in use"
     shown = sorted(by_process.items(), key=lambda each: -each[1])
     text += "".join(f", {name} {gib(nbytes)}" for name, nbytes in shown)
     beside = used - device.pool["total_bytes"] if device.pool is not None else 0

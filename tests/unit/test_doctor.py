@@ -208,6 +208,8 @@ def test_processes_that_hold_a_device_are_named_with_their_bytes(fake: Fake) -> 
     rows = [ledger.LedgerRow(PID, "loop", kind, "", "", GIB) for kind in ("region", "torch", "unknown")]
     fake.machine.devices = [DeviceMemory("cpu", "HOST-1", 8 * GIB, ledger.Ledger(3 * GIB, rows, True), fake.pool())]
     assert fake.has(devices.holders, "ok", "3.00 GiB of 8.00 GiB", f"loop (pid {PID}) 3.00 GiB")
+    fake.machine.devices = [DeviceMemory("cuda:0", "GPU-1", 8 * GIB, ledger.Ledger(None, rows, True))]  # without NVML
+    assert fake.has(devices.holders, "ok", "at least 3.00 GiB of 8.00 GiB")
     for holdings, part in (({PID: 3 * GIB, PID + 1: GIB}, "before another"), ({PID: 10 * GIB}, "the device is full")):
         fake.machine.devices.clear()
         fake.held_by(holdings)
