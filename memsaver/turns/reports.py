@@ -64,8 +64,12 @@ def write(text: str) -> Path:
             raise Error(f"{into} is not a directory that this user alone can write to, expected one for reports")
         name = f"turn-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-"
         file, path = tempfile.mkstemp(".txt", name, into)
-        with open(file, "w", encoding="utf-8", errors="replace") as opened:
-            opened.write(text)
+        try:
+            with open(file, "w", encoding="utf-8", errors="replace") as opened:
+                opened.write(text)
+        except OSError:
+            os.unlink(path)  # the doctor shows the last report
+            raise
         others = [each for each in written() if each != Path(path)]  # the clock may have been put back
         for each in others[: 1 - _KEPT]:
             each.unlink(missing_ok=True)  # another process removes files too

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def test_reports_are_files_of_the_user_alone_and_the_oldest_are_removed(folder: 
     for path in folder.iterdir():
         os.utime(path, (1 << 32, 1 << 32))  # the clock has been put back
     assert reports.write("now").exists() and len(list(folder.iterdir())) == 50
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))  # as on a full disk
+    try:
+        with pytest.raises(memsaver.Error, match=f"no report could be written to {folder}: File too large"):
+            reports.write("a part")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(list(folder.iterdir())) == 50
     folder.chmod(0o777)
     refused = "is not a directory that this user alone can write to"
     with pytest.raises(memsaver.Error, match=refused):
