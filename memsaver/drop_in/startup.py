@@ -41,7 +41,13 @@ def install(names: Sequence[str]) -> Path:
     """
     value = ",".join(names)
     parse_drop_in(value)
-    file().write_text(_LINE.format(value=value, folder=str(FOLDER)))
+    made = file().with_suffix(f".{os.getpid()}")
+    try:
+        made.write_text(_LINE.format(value=value, folder=str(FOLDER)))
+        made.replace(file())  # on a full disk the former file stays
+    except OSError:
+        made.unlink(missing_ok=True)
+        raise
     return file()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import sysconfig
@@ -118,6 +119,14 @@ print(os.environ.get("MEMSAVER_DROP_IN"), type(sys.meta_path[0]).__module__, "to
         assert cli.main(["drop-in", "install", "tms", "vllm"]) == 0
         done = run_program(bare, env=environment(PYTHONPATH=""))
         assert (done.stdout.split()[0], "memsaver" in done.stdout, done.stderr) == ("tms,vllm", False, "")
+        former = (tmp_path / "memsaver_drop_in.pth").read_text()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))  # as on a full disk
+        try:
+            assert cli.main(["drop-in", "install", "vllm"]) == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert [each.read_text() for each in tmp_path.iterdir()] == [former]
         assert cli.main(["drop-in", "install", "sglang"]) == 1
         assert cli.main(["drop-in", "remove"]) == cli.main(["drop-in", "remove"]) == 0
         assert not list(tmp_path.iterdir())
