@@ -9,11 +9,13 @@ import logging
 import pkgutil
 import sys
 import threading
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# In a source tree, the compiled core is in the installed package.
-__path__ = pkgutil.extend_path(__path__, __name__)
+with suppress(FileNotFoundError):  # the working directory is in sys.path, and was removed
+    # In a source tree, the compiled core is in the installed package.
+    __path__ = pkgutil.extend_path(__path__, __name__)
 
 try:
     from memsaver import _core

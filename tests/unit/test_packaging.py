@@ -12,7 +12,7 @@ import tomllib
 from pathlib import Path
 
 import memsaver
-from tests.support import ROOT, run_clean, run_program
+from tests.support import ROOT, environment, run_clean, run_program
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -62,6 +62,13 @@ def test_library_and_broker_run_without_torch() -> None:
         print(region.state, cli.main(["config"]))
     """
     assert run_clean(source).splitlines()[-1] == "active 0"
+
+
+def test_the_package_is_imported_in_a_working_directory_that_was_removed(tmp_path: Path) -> None:
+    remove = 'mkdir "$0" && cd "$0" && rmdir "$0" && exec "$@"'
+    program = "import memsaver; print(memsaver.region('a', device='cpu').state)"  # -c: the directory is in sys.path
+    done = run_program(["sh", "-c", remove, str(tmp_path / "gone"), sys.executable, "-c", program], env=environment())
+    assert (done.stdout, done.stderr) == ("active\n", "")
 
 
 def test_the_files_of_a_wheel_suffice(tmp_path: Path) -> None:
