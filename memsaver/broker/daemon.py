@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from memsaver import trace
@@ -124,6 +126,13 @@ def _tail(log: Path, began: int) -> str:
         return file.read().decode(errors="replace").strip() or "(empty)"
 
 
+def _folders() -> Iterator[str]:
+    """Those of ``sys.path``."""
+    for each in sys.path:
+        with suppress(FileNotFoundError):  # the working directory was removed
+            yield os.path.abspath(each)
+
+
 def _spawn(uuid: str, device: str, capacity: int | None, linger_s: float | None, log: Path) -> int:
     environment = {**os.environ, "MEMSAVER_POOL_DIR": str(discovery.root())}
     environment.pop("MEMSAVER_POOL", None)  # a broker is not a client
@@ -131,7 +140,7 @@ def _spawn(uuid: str, device: str, capacity: int | None, linger_s: float | None,
     if trace.active is not None:
         environment["MEMSAVER_TRACE"] = trace.active.path
     # The same modules as here, independent of the working directory.
-    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(map(os.path.abspath, sys.path)))
+    environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(_folders()))
     if device == "cpu":
         # The size identifies a device of the host driver. It is the last group of the UUID.
         environment["MEMSAVER_HOST_DEVICE"] = str(int(uuid.rpartition("-")[2], 16))

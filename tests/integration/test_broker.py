@@ -504,6 +504,18 @@ def test_a_broker_that_cannot_start_reports_the_reason(empty: Running, monkeypat
         daemon.ensure(empty.uuid, "cpu")
 
 
+def test_a_broker_starts_where_the_working_directory_was_removed(
+    empty: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as for python -c
+    assert daemon.ensure(empty.uuid, "cpu") == empty.path
+    daemon.stop(empty.path)
+
+
 def test_a_detached_broker_closes_the_files_of_its_caller(empty: Running) -> None:
     """The pipes of `run` end while the broker runs, and so does one that the command inherits."""
     inherited, writer = os.pipe()
