@@ -273,7 +273,9 @@ def _set(given: dict[str, Any], source: Callable[[Option], str]) -> None:
         for option, apply in chosen:
             begun.append((option, apply))
             apply(parsed[option.name])
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, ConfigError) and error.option in given and error.value is None:
+            error.value = given[error.option]  # the core does not know it
         for option, apply in reversed(begun):
             with suppress(Error):  # a device of the host driver may have come into use
                 apply(_values.get(option.name, option.default))

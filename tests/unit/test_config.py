@@ -154,6 +154,7 @@ def test_the_host_device_has_the_size_that_was_set_before_its_first_use() -> Non
             memsaver.configure(host_device="100MiB")
         except memsaver.ConfigError as error:
             print(error)
+            assert (error.option, error.value) == ("host_device", "100MiB")
         print(memsaver.stats().devices["cpu"].total_bytes)
     """)
     refusal, total = out.splitlines()
