@@ -119,6 +119,8 @@ def _disk_dir(value: Any, option: str) -> str:
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
         missing = "" if not path or os.path.exists(path) else "; it does not exist"
         raise _wrong(option, value, f"a directory that can be written to{missing}")
+    if path.encode(errors="replace").decode() != path:  # the core has its texts in UTF-8
+        raise _wrong(option, value, "a path in UTF-8")
     return path
 
 

@@ -40,11 +40,13 @@ def root() -> Path:
     """The directory of the sockets without a job: ``MEMSAVER_POOL_DIR``, else one in /tmp.
 
     Creates it if it does not exist. Raises ConfigError if another user could create a socket in it, or if the variable
-    has a relative path: processes in different directories would start a broker each, and each would lend all.
+    has a relative path: processes in different directories would start a broker each, and each would lend all. The core
+    has its texts in UTF-8.
     """
     named = os.environ.get(_VARIABLE)
-    if named and not os.path.isabs(named):
-        raise ConfigError(f"{_VARIABLE} is {named!r}, expected an absolute path", option="pool_dir", value=named)
+    if named and not (os.path.isabs(named) and named.encode(errors="replace").decode() == named):
+        text = f"{_VARIABLE} is {named!r}, expected an absolute path in UTF-8"
+        raise ConfigError(text, option="pool_dir", value=named)
     return _own(Path(os.path.abspath(named or f"/tmp/memsaver-{os.getuid()}")))
 
 

@@ -595,6 +595,9 @@ def test_the_directory_must_be_this_users_alone(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setenv("MEMSAVER_POOL_DIR", f"{tmp_path}/{name}")
         with pytest.raises(errors.ConfigError, match=text):
             discovery.directory()
+    monkeypatch.setenv("MEMSAVER_POOL_DIR", "/tmp/\udcff")
+    with pytest.raises(errors.ConfigError, match=r"MEMSAVER_POOL_DIR is '/tmp/\\udcff', expected an absolute path in"):
+        discovery.directory()
     monkeypatch.setenv("MEMSAVER_POOL_DIR", "relative")
     with pytest.raises(errors.ConfigError, match="MEMSAVER_POOL_DIR is 'relative', expected an absolute path"):
         discovery.directory()

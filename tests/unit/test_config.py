@@ -97,9 +97,14 @@ def test_wrong_values_are_named_with_the_expectation_and_change_nothing(
     assert memsaver.stats().options == before
 
 
-def test_a_path_in_a_working_directory_that_was_removed_is_refused(
+def test_a_path_that_is_no_utf_8_or_in_a_removed_working_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    other = tmp_path / "\udcff"
+    other.mkdir()
+    with pytest.raises(memsaver.ConfigError, match="expected a path in UTF-8"):
+        memsaver.configure(disk_dir=other)
+    other.rmdir()
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
     for option in ("trace", "report_dir", "disk_dir"):
