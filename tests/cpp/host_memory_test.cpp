@@ -88,6 +88,11 @@ TEST_CASE("host memory: the machine and each of the process's cgroups keep a ten
   CHECK(left({large, in_first, first("/pod/box", 2 * kGiB, kGiB, kMiB)}) == without_a_tenth(kGiB + kMiB, 2 * kGiB));
   CHECK(left({large, in_first, first("/pod/box", (std::size_t{1} << 63) - 4096, kGiB)}) == of_machine);  // no limit
   CHECK(left({large, in_first, first("/elsewhere", kMiB, 0)}) == of_machine);
+  const std::string deep = "/pod/" + std::string(250, 'p');
+  std::string controllers;  // more than a page
+  for (int number = 20; number > 2; --number) controllers += std::to_string(number) + ":cpu:" + deep + "\n";
+  CHECK(left({large, {{"proc/self/cgroup", controllers + "2:memory:" + deep + "\n"}}, first(deep, 2 * kGiB, kGiB)}) ==
+        without_a_tenth(kGiB, 2 * kGiB));
   CHECK(left({large,
               {{"proc/self/cgroup", "2:memory:/old\n0::/new\n"}},
               first("/old", 3 * kGiB, kGiB),
