@@ -82,8 +82,13 @@ def in_thread(function: Callable[[], _T], name: str, future: Future[_T] | None =
     """Runs a function in a thread of its own. The interpreter waits for the thread. It cannot be cancelled."""
     future = Future() if future is None else future
     future.set_running_or_notify_cancel()
-    threading.Thread(target=run_into, args=(future, function), name=name).start()
+    threading.Thread(target=_in_background, args=(future, function), name=name).start()
     return future
+
+
+def _in_background(future: Future[_T], function: Callable[[], _T]) -> None:
+    _core.in_background()  # waits of the core end with the interpreter
+    run_into(future, function)
 
 
 def run_into(future: Future[_T], function: Callable[[], _T]) -> None:

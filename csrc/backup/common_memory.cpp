@@ -76,6 +76,7 @@ class CommonMemory::Guard : Immovable {
       }
       if (now() >= deadline)
         throw WaitTimeoutError("another process holds the lock " + memory.path_ + " of " + memory.what_, "backup", 0);
+      if (waiting_is_over()) throw memory.error("the interpreter exits, and another process holds " + memory.path_);
       WaitsEndWith::look();
       sleep_for(kLockRetry);
     }

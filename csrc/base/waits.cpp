@@ -19,7 +19,12 @@ Deadline deadline_in(double seconds) {
   return now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-std::atomic<bool> waiting_is_over = false;
+std::atomic<bool> interpreter_exits = false;
+std::atomic<Deadline> background_ends = kNever;
+thread_local bool is_background = false;
+
+bool waiting_is_over() { return interpreter_exits || (is_background && now() >= background_ends.load()); }
+
 std::function<void()> between_looks = [] {};
 
 thread_local const std::atomic<bool>* WaitsEndWith::flag_ = nullptr;

@@ -14,8 +14,12 @@
 
 namespace memsaver {
 
-// Set when the interpreter exits: all waits for memory and in queues end.
-extern std::atomic<bool> waiting_is_over;
+// Set when the interpreter exits: all waits end. Before that it waits for the threads of background transitions: their
+// waits end at `background_ends`.
+extern std::atomic<bool> interpreter_exits;
+extern std::atomic<Deadline> background_ends;
+extern thread_local bool is_background;  // of such a thread
+bool waiting_is_over();
 
 // Called by waiting threads every kBetweenLooks, with no lock held. An exception in it ends the wait: Ctrl-C in Python.
 extern std::function<void()> between_looks;
@@ -45,7 +49,7 @@ bool wait_until(std::unique_lock<std::mutex>& lock, std::condition_variable& cha
   const auto time = [=] { return is_virtual ? now() : Clock::now(); };
   for (Deadline looked = time(); !ready();) {
     const Deadline at = time();
-    if (at >= deadline || waiting_is_over) return false;
+    if (at >= deadline || waiting_is_over()) return false;
     if (!is_virtual) {
       changed.wait_for(lock, std::min<Clock::duration>(kBetweenLooks, deadline - at));
       if (time() - looked < kBetweenLooks || !looks) continue;

@@ -70,7 +70,7 @@ nb::object call(nb::handle function, Arguments&&... arguments) {
 // The exit of the interpreter waits for those that began before it, so that a thread that calls again and again does
 // not delay it.
 struct UnderWay : Counted {
-  UnderWay() : Counted(waiting_is_over ? during_exit : before_exit) {}
+  UnderWay() : Counted(interpreter_exits ? during_exit : before_exit) {}
   static inline std::atomic<std::size_t> before_exit = 0, during_exit = 0;
 };
 

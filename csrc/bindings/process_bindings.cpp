@@ -41,15 +41,18 @@ std::size_t release_host_memory() {
   return bytes;
 }
 
-// The interpreter waits for the threads of background transitions before it calls stop_background(). A thread may wait
-// for the device behind a kernel that does not end. So these waits get a bound here.
-void bound_waits() { device_waits_end = now() + kEnd; }
+constexpr auto kEnd = std::chrono::seconds(4);
+
+// The interpreter waits for the threads of background transitions before it calls stop_background(). Their waits may
+// have no bound, as one for the device behind a kernel that does not end. So they get one here. Other threads go on: a
+// program may work in them after its main thread has ended.
+void bound_waits() { background_ends = now() + kEnd; }
 
 // Called before the interpreter ends. A thread should not be in a driver call when the driver is unloaded, and a thread
 // that needs the GIL after the end of the interpreter goes no further: see gil.h.
 void stop_background() {
   if (!usable()) return;
-  waiting_is_over = true;
+  interpreter_exits = true;
   queries().stop();
   {
     std::lock_guard lock(core().mutex);
@@ -189,6 +192,7 @@ void bind_process(nb::module_& module) {
       [](const std::string& process, const std::string& root) { return host_memory_left(false, process, root); },
       "process"_a, "root"_a);
   module.def("bound_waits", &bound_waits);
+  module.def("in_background", [] { is_background = true; });  // this thread, from here on
   module.def("stop_background", &stop_background, nb::call_guard<ReleasedGil>());
   module.def(
       "set_host_device",

@@ -73,7 +73,7 @@ class RetainedPool::Request final : public ChunkRequest {
   // hold a half and block each other.
   void check_for_all() {
     const Deadline began = now();
-    if (began < deadline_ && !waiting_is_over && pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
+    if (began < deadline_ && !waiting_is_over() && pool_.driver_.memory().free + pool_.idle_bytes() < missing_) {
       waited_ = MemoryWait{missing_, began, now()};
       throw ChunkUnavailable("ask", "the device has less memory than is needed");
     }

@@ -59,7 +59,7 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, WaitFor wait) {
     }
     if (refused_) throw ChunkNeverAvailable("ask", "more than the shared pool has in all");
     const bool expects_offers = wait == WaitFor::offers && expects_offers_locked();
-    const bool ends = (stalled_locked() && !expects_offers) || waiting_is_over;
+    const bool ends = (stalled_locked() && !expects_offers) || waiting_is_over();
     if (number_ == 0 || (wait <= WaitFor::offers && ends) || (wait == WaitFor::none && complete_locked()))
       throw ChunkUnavailable("ask", "the shared pool has granted no such chunk");
     if (wait != WaitFor::none && !expects_locked(limit)) {
@@ -72,7 +72,7 @@ Chunk PoolRequest::next(std::size_t limit, std::size_t fresh, WaitFor wait) {
     }
     if (stalled_locked()) {
       if (give_back_largest_locked()) continue;  // the broker may replace it by smaller chunks
-      if (waiting_is_over ||
+      if (waiting_is_over() ||
           (!expects_offers_locked() && (Clock::now() >= deadline_ || (wait == WaitFor::caches && is_hopeless_))))
         throw ChunkUnavailable("ask", "the shared pool has no free chunk");
     }

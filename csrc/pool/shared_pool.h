@@ -43,7 +43,7 @@ class SharedPool final : public ChunkSource {
   // Connects to the broker at this path, unless there is a connection. Throws BrokerError.
   void join(const std::string& path);
   bool joined();
-  void stop(Deadline deadline);  // waits for the thread's end. waiting_is_over has to be set
+  void stop(Deadline deadline);  // waits for the thread's end. interpreter_exits has to be set
 
   std::unique_ptr<ChunkRequest> ask(const Needs& needs, Deadline deadline, Deadline whole) override {
     return std::make_unique<PoolRequest>(*this, needs, deadline, whole);

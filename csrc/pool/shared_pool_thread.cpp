@@ -117,7 +117,7 @@ void SharedPool::wake() const {
 }
 
 void SharedPool::serve() {
-  while (!waiting_is_over) {
+  while (!waiting_is_over()) {
     try {
       release_handles();
       if (!serve_once()) reconnect();
@@ -169,8 +169,8 @@ void SharedPool::reconnect() {
   std::string path;
   {
     std::unique_lock lock(mutex_);
-    changed_.wait_for(lock, search_, [this] { return link_ != nullptr || waiting_is_over.load(); });
-    if (link_ != nullptr || waiting_is_over || path_.empty()) return;
+    changed_.wait_for(lock, search_, [this] { return link_ != nullptr || waiting_is_over(); });
+    if (link_ != nullptr || waiting_is_over() || path_.empty()) return;
     path = path_;
   }
   std::lock_guard only(connecting_);

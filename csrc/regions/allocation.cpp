@@ -86,7 +86,7 @@ void Region::find_more(std::size_t wanted, std::size_t needed, Deadline shortage
   if (evicted == Evicted::some) return;
   if (evicted == Evicted::busy && now() < shortage) {
     sleep_for(kNextWait);
-  } else if (now() < memory && !waiting_is_over) {
+  } else if (now() < memory && !waiting_is_over()) {
     if (std::exchange(wait, WaitFor::memory) == WaitFor::memory) {
       WaitsEndWith::look();
       sleep_for(kNextWait);

@@ -73,8 +73,6 @@ CaptureGate::Pass::Pass(CaptureGate& gate) : gate_(&gate) {
     ++gate.operations_;
 }
 
-std::atomic<Deadline> device_waits_end = kNever;
-
 void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks) {
   const Deadline began = now();
   auto pass = std::make_shared<CaptureGate::Pass>(gate);
@@ -90,8 +88,7 @@ void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks)
     run_in_spare_thread([wait, &driver, pass] { run(driver, *pass, *wait, kNever); });
   pass.reset();
   std::unique_lock lock(wait->mutex);
-  const auto exits = [] { return waiting_is_over || now() >= device_waits_end.load(); };
-  const auto ended = [&] { return wait->done || exits(); };
+  const auto ended = [&] { return wait->done || waiting_is_over(); };
   try {
     const auto looked = [&] { return ended() || wait->looked; };
     if (wait_until(lock, wait->ended, std::max(deadline, began + kOneLook), looked, looks))
@@ -103,7 +100,7 @@ void wait_idle(Driver& driver, CaptureGate& gate, Deadline deadline, bool looks)
   if (wait->done && wait->error) std::rethrow_exception(wait->error);
   if (wait->done && wait->idle) return;
   wait->abandoned = true;
-  if (exits()) throw Error("the interpreter exits: the wait for " + driver.name + " was ended");
+  if (waiting_is_over()) throw Error("the interpreter exits: the wait for " + driver.name + " was ended");
   const std::chrono::duration<double> waited = now() - began;
   throw WaitTimeoutError("the work queued on " + driver.name + " did not end within the call's timeout", "device",
                          waited.count());

@@ -62,10 +62,6 @@ class CaptureGate {
   std::size_t operations_ = 0;  // device-wide operations under way
 };
 
-// All waits for a device end then: at most kEnd after the exit of the interpreter has begun.
-extern std::atomic<Deadline> device_waits_end;
-constexpr auto kEnd = std::chrono::seconds(4);
-
 // The shortest bound of a wait, up to the first query of the device. So a wait with the bound 0 still succeeds on an
 // idle device. Only a driver call that blocks takes longer.
 constexpr auto kOneLook = std::chrono::milliseconds(250);

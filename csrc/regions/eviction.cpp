@@ -196,7 +196,7 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
       std::unique_lock only(device.evictions, std::try_to_lock);
       if (!only) {
         while (!only.try_lock_for(kBetweenLooks)) {
-          if (now() >= deadline || waiting_is_over) return result;
+          if (now() >= deadline || waiting_is_over()) return result;
           if (now() >= device.evictions_end.load()) return result == Evicted::none ? Evicted::busy : result;
           if (looks) WaitsEndWith::look();
         }
@@ -306,7 +306,7 @@ Given evict_within(Region& region, Range range, Deadline deadline) {
   const auto is_free = [&] { return !region.evicting() && !(region.state() == State::paused && region.in_use()); };
   {
     const Looking others_stop_waiting(region.device);
-    if (!wait_until(lock, core().changed, late, is_free) && !waiting_is_over) return {.late = true};
+    if (!wait_until(lock, core().changed, late, is_free) && !waiting_is_over()) return {.late = true};
   }
   if (region.state() != State::paused || !region.may_evict()) return {};
   const Evicting mark(region);

@@ -62,7 +62,7 @@ void Reclaimer::evict_offered(std::size_t bytes, std::uint64_t demand) {
   const auto spares = [demand](const Region& region) {
     return demand != 0 && region.demand() == demand && region.state() == State::resuming;
   };
-  for (std::size_t left = bytes; left > 0 && !waiting_is_over;) {
+  for (std::size_t left = bytes; left > 0 && !waiting_is_over();) {
     const std::size_t part = std::min(left, kTold), before = device_.offered;
     if (evict(device_, part, spares, kNever, false) != Evicted::some) break;
     left -= std::min(left, std::max(before - std::min<std::size_t>(before, device_.offered), kPage));

@@ -93,7 +93,7 @@ bool Resting::reclaim(Deadline deadline, std::uint64_t seen) {
     }
     // The device no longer needs this memory: the deadline of its work does not end the wait.
     if (sweeps && swept == kNever) swept = Clock::now() + std::max<Clock::duration>(deadline - at, kSweep);
-    if ((sweeps ? Clock::now() >= swept : at >= deadline) || waiting_is_over || gate_.capturing()) return false;
+    if ((sweeps ? Clock::now() >= swept : at >= deadline) || waiting_is_over() || gate_.capturing()) return false;
     if (sweeps) {
       std::this_thread::sleep_for(std::min<Clock::duration>(pause, swept - Clock::now()));
     } else if (has_no_marks_) {  // without marks only a wait for the whole device is possible

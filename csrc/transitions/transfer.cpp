@@ -270,7 +270,7 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
       never = true;
       reclaims = false;
     } catch (const ChunkUnavailable&) {
-      never = gives || now() >= deadline || waiting_is_over;
+      never = gives || now() >= deadline || waiting_is_over();
     }
     give_back();
     if (!snug && (never || !device_.pooled)) {
@@ -299,7 +299,7 @@ void Transfer::with_chunks(Attempt attempt, GiveBack give_back) {
       const Evicted evicted = evict(device_, lacking(snug), is_own, bounds_.whole, true);
       if (evicted == Evicted::some) continue;
       if (never && !gone) gone = std::min(bounds_.whole, now() + kShortageWait);
-      never = never && (evicted == Evicted::none || now() >= *gone || waiting_is_over);
+      never = never && (evicted == Evicted::none || now() >= *gone || waiting_is_over());
     }
     if (never) {
       const std::chrono::duration<double> waited = deadline > began ? now() - began : Clock::duration::zero();

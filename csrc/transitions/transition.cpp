@@ -36,7 +36,8 @@ void side_by_side(const Things& things, bool together, Act act) {
     if (!first) first = std::move(error);
     failed = together;
   };
-  const auto guarded = [&](std::size_t i) {
+  const auto guarded = [&, background = is_background](std::size_t i) {
+    is_background = background;
     try {
       const WaitsEndWith flag(failed);
       act(*things[i]);
@@ -96,7 +97,7 @@ void Transition::abort() {
 template <typename Ready>
 bool Transition::wait(std::unique_lock<std::mutex>& lock, Deadline deadline, Ready ready) const {
   const bool is_ready = wait_until(lock, core().changed, deadline, ready);
-  if (waiting_is_over) throw Error("the interpreter exits: no transition can begin");
+  if (waiting_is_over()) throw Error("the interpreter exits: no transition can begin");
   return is_ready;
 }
 

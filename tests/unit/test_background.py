@@ -6,12 +6,13 @@ import asyncio
 import pickle
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
 import memsaver
 from memsaver import _core
-from tests.support import MIB, Block, Make, blocks, check, host_held_bytes, host_used_bytes
+from tests.support import MIB, Block, Make, blocks, check, fresh_device, host_held_bytes, host_used_bytes, run_clean
 
 
 @contextmanager
@@ -114,3 +115,45 @@ def test_transitions_of_a_region_happen_in_the_order_in_which_they_were_made(mak
     assert (region.state, region.mapped_bytes) == ("paused", 0)
     region.resume()
     check(held)
+
+
+def test_waits_end_with_the_interpreter_and_other_threads_of_the_program_go_on(tmp_path: Path) -> None:
+    source = """
+        import subprocess, sys, threading, memsaver
+        from memsaver.broker import discovery
+        from tests.support import MIB, Block
+        begun = memsaver.region("begun", "cpu", "host")
+        same = memsaver.region("same", "cpu", "host", same_as="model")
+        large = memsaver.region("large", "cpu")
+        mine = memsaver.region("mine", "cpu", "host")
+        held = [Block(same, MIB), Block(mine, MIB)]
+        held.append(large._core.allocate_array(memsaver.stats().devices["cpu"].free_bytes - 16 * MIB))
+        large.pause()
+        held.append(Block(begun, 32 * MIB))
+        holder = subprocess.Popen(
+            [sys.executable, "-c", "import fcntl, sys; file = open(sys.argv[1], 'r+b'); fcntl.lockf(file, 2, 1); "
+             "print(flush=True); sys.stdin.read()", str(discovery.common_path("model"))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )
+        holder.stdout.readline()
+        half = memsaver.transitions.prepare_pause(begun)
+        waiting = {
+            "queue": memsaver.start(pause=begun), "lock": memsaver.start(pause=same),
+            "memory": memsaver.start(resume=large, memory_timeout=1e6),
+        }
+
+        def work():
+            for name, each in waiting.items():
+                print(name, type(each.exception()).__name__, flush=True)
+            mine.pause()  # the bound has passed
+            mine.resume()
+            held[1].check()
+            print([each.state for each in (same, large, mine)], flush=True)
+            holder.kill()
+            holder.communicate()
+
+        threading.Thread(target=work).start()
+    """
+    settings = {"MEMSAVER_HOST_DEVICE": fresh_device(), "MEMSAVER_POOL_DIR": str(tmp_path / "pools")}
+    expected = "queue Error\nlock Error\nmemory OutOfMemoryError\n['active', 'paused', 'active']\n"
+    assert run_clean(source, **settings) == expected
