@@ -249,22 +249,13 @@ def _device(text: str | None) -> str:
         return "cuda:0" if count else "cpu"
     if text == "cpu":
         return text
-    uuids = {uuid.lower(): index for index, uuid in _uuids(count).items()}
+    uuids = {str(_core.cuda_uuid(index)).lower(): index for index in range(count)}
     number = text.removeprefix("cuda:")
     index = uuids.get(text.lower(), int(number) if number.isascii() and number.isdigit() else -1)
     if not 0 <= index < count:
         there = ", ".join(["cpu", *(f"cuda:{each} ({uuid})" for uuid, each in uuids.items())])
         raise ConfigError(f"there is no device {text!r}; the devices are: {there}", option="device", value=text)
     return f"cuda:{index}"
-
-
-def _uuids(count: int) -> dict[int, str]:
-    """Those of the GPUs that memsaver can use."""
-    found = {}
-    for index in range(count):
-        with suppress(DriverError):
-            found[index] = str(_core.cuda_uuid(index))
-    return found
 
 
 def _memory(name: str) -> Any:
@@ -434,8 +425,7 @@ def _without_pool(device: str | None, uuids: Set[str]) -> list[str]:
     count = _core.cuda_device_count()
     if not count:
         return [] if uuids else ["cpu"]
-    found = _uuids(count)
-    return [f"cuda:{index}" for index in range(count) if found.get(index) not in uuids]
+    return [f"cuda:{index}" for index in range(count) if _core.cuda_uuid(index) not in uuids]
 
 
 def _figures(name: str) -> dict[str, Any]:

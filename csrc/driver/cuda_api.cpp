@@ -159,10 +159,7 @@ Device device_at(int ordinal) {
   if (ordinal < 0 || static_cast<std::size_t>(ordinal) >= all.size())
     throw BadArgument("device is '" + name + "', expected one of the " + std::to_string(all.size()) +
                       " visible CUDA devices");
-  const Device device = all[static_cast<std::size_t>(ordinal)];
-  if (attribute_of(api(), device, kAttributeVirtualMemory) == 0)
-    throw DriverError("cuDeviceGetAttribute", kNotSupported, name + " does not support virtual memory management");
-  return device;
+  return all[static_cast<std::size_t>(ordinal)];
 }
 
 std::string uuid_of(const Platform& platform, Device device) {
@@ -207,6 +204,8 @@ bool refuses_handle_type(Result code) {
 }
 
 AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, int handle_types) {
+  if (attribute_of(api, device, kAttributeVirtualMemory) == 0)
+    throw DriverError("cuDeviceGetAttribute", kNotSupported, name + " does not support virtual memory management");
   AllocationProp properties{};
   properties.type = kAllocationPinned;
   properties.handle_types = handle_types;

@@ -171,8 +171,7 @@ struct Platform {
 const Platform& platform();                                                    // of GPUs: NVML has the figures
 std::vector<Holding> known_holdings(const Platform& platform, Device device);  // those with a number of bytes
 
-// The GPU of this ordinal among the visible ones. Throws BadArgument if there is none, and DriverError if it has no
-// virtual memory management.
+// The GPU of this ordinal among the visible ones. Throws BadArgument if there is none.
 Device device_at(int ordinal);
 std::string uuid_of(const Platform& platform, Device device);  // the same in every process
 int attribute_of(const Api& api, Device device, int which);
@@ -181,7 +180,7 @@ std::size_t total_memory(const Api& api, Device device);  // in bytes; needs no 
 bool any_is_numa_node(const Api& api);  // whether the memory of a visible device is a NUMA node of the system
 bool refuses_handle_type(Result code);  // whether cuMemCreate refused the type of the handle by this code
 // The properties of new chunks with these types of handles, which cannot be added later. Throws DriverError if the
-// device maps memory in other units than kPage.
+// device has no virtual memory management, or maps memory in other units than kPage.
 AllocationProp chunk_properties(const Api& api, Device device, const std::string& name, int handle_types);
 
 }  // namespace memsaver::cuda

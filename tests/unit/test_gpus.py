@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -21,6 +22,7 @@ import pytest
 
 import memsaver
 from memsaver import _core, cli, doctor
+from memsaver._torch.ipc import receiver
 from tests import controls, gpus
 from tests.gpus import Segment, gpu
 from tests.support import GIB, MIB, PAGE, Visitor, check, run_clean, until, used_bytes
@@ -142,6 +144,10 @@ def test_a_device_that_cannot_serve_is_refused(options: dict[str, int], call: st
     for opens in (lambda: make(device), lambda: _core.open_cuda_memory(gpus.ordinal(device))):
         error = refused(opens)
         assert (error.call, error.code) == (call, 801) and device in str(error) and text in str(error)
+    other = gpu()  # which commands, brokers and receivers find beside it
+    uuid = _core.cuda_uuid(gpus.ordinal(other))
+    assert (cli._device(other), cli._device(uuid)) == (other, other)
+    assert receiver.device_of(cast(Any, SimpleNamespace(device_uuid=uuid))) == other
 
 
 def test_a_device_or_a_peer_that_cannot_be_opened_leaves_nothing_behind() -> None:
