@@ -140,8 +140,11 @@ Ledger::Ledger(std::size_t capacity)
     tables().paths[file_] = path;
   }
   const std::size_t size = sizeof(Header) + entry_count_ * sizeof(Entry);
-  if (static_cast<std::size_t>(status_of(file_).st_size) < size && ::ftruncate(file_, static_cast<off_t>(size)) != 0)
-    refuse_by_errno("ftruncate");
+  // With its space: on a full file system a write to the mapping would end the process.
+  while (static_cast<std::size_t>(status_of(file_).st_size) < size) {
+    errno = ::posix_fallocate(file_, 0, static_cast<off_t>(size));
+    if (errno != 0 && errno != EINTR) refuse_by_errno("posix_fallocate");
+  }
   void* memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
   if (memory == MAP_FAILED) refuse_by_errno("mmap");
   header_ = static_cast<Header*>(memory);

@@ -84,6 +84,24 @@ def test_a_command_in_another_pid_namespace_fails_in_one_line(broker: Running) -
 
 
 @needs_mounts
+def test_a_host_device_on_a_full_file_system_is_an_error() -> None:
+    program = """
+        import contextlib, memsaver
+        with contextlib.suppress(OSError), open("/dev/shm/full", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        try:
+            memsaver.region("r", device="cpu")
+        except memsaver.DriverError as error:
+            print(error)
+    """
+    command = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    run = start(program, environment(), *MOUNTS, "sh", "-c", command, "sh")
+    out, errors = run.communicate(timeout=PATIENCE_S)
+    assert (run.returncode, errors) == (0, "") and "No space left on device" in out
+
+
+@needs_mounts
 def test_a_pause_beyond_the_limit_of_a_cgroup_raises_with_its_figures(tmp_path: Path) -> None:
     """The process sees the files of a cgroup with a limit. Without the error the kernel would kill it in the pause."""
     limit, used = GIB, 800 * MIB
