@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <string>
+#include <system_error>
 #include <thread>
 
 #include "backup/host_memory.h"
@@ -39,7 +40,13 @@ void touch(std::byte* data, std::size_t size, bool writes) {
     }
   };
   std::vector<std::jthread> threads;
-  for (std::size_t begin = share; begin < size; begin += share) threads.emplace_back(touch_share, begin);
+  for (std::size_t begin = share; begin < size; begin += share) {
+    try {
+      threads.emplace_back(touch_share, begin);
+    } catch (const std::system_error&) {
+      touch_share(begin);  // no thread is available
+    }
+  }
   touch_share(0);
 }
 
@@ -47,16 +54,16 @@ Address address_of(const std::byte* data) { return reinterpret_cast<Address>(dat
 Range range_of(HostArena::Extent extent) { return {address_of(extent.data), extent.size}; }
 HostArena::Extent extent_of(Range range) { return {reinterpret_cast<std::byte*>(range.offset), range.size}; }
 
-// A range of addresses of `wish` bytes, or of `least` bytes if that fails. At least one page behind it stays unused, so
-// that no two ranges touch.
-Range reserve_addresses(std::size_t wish, std::size_t least) {
+// A range of addresses of `wish` bytes, or of `least` bytes if that fails; nullopt if both fail. At least one page
+// behind it stays unused, so that no two ranges touch.
+std::optional<Range> reserve_addresses(std::size_t wish, std::size_t least) {
   for (const std::size_t span : {wish, least}) {
     void* reserved = ::mmap(nullptr, span + kPage, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (reserved == MAP_FAILED) continue;
     const auto start = round_up(reinterpret_cast<std::uintptr_t>(reserved), kPage);
-    return {start, span};
+    return Range{start, span};
   }
-  throw Error("the system has no addresses for " + std::to_string(least) + " bytes");
+  return std::nullopt;
 }
 
 // Releases the memory. The addresses stay reserved.
@@ -123,9 +130,13 @@ std::byte* HostArena::take_addresses(std::size_t size) {
   std::lock_guard lock(mutex_);
   auto found = addresses_.take(size);
   if (!found) {
-    const Range range = reserve_addresses(std::max(size, reserved_ == 0 ? kFirstRange : reserved_), size);
-    reserved_ += range.size;
-    addresses_.put(range);
+    const auto range = reserve_addresses(std::max(size, reserved_ == 0 ? kFirstRange : reserved_), size);
+    if (!range)
+      throw BackupError("the system has no addresses for " + std::to_string(size) +
+                            " bytes more of pinned host memory (" + std::to_string(held_) + " bytes held)",
+                        size, held_, 0, true);
+    reserved_ += range->size;
+    addresses_.put(*range);
     found = addresses_.take(size);
   }
   return extent_of(*found).data;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import psutil
 import pytest
@@ -54,6 +55,36 @@ def test_a_backup_beyond_the_limit_is_refused_before_anything_moves(make: Make, 
     del more
     memsaver.resume([one, two])
     check(held)
+
+
+def test_a_process_without_threads_pauses_and_one_without_addresses_names_the_bytes() -> None:
+    said = run_clean("""
+        import ctypes, resource, memsaver
+        from memsaver import _core
+        from tests.support import MIB, Block
+        region = memsaver.region("a", "cpu", "host")
+        block = Block(region, 140 * MIB)
+        _core.wait_idle("cpu", None)  # starts its thread
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        pages = int(open("/proc/self/statm").read().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + 100 * MIB, hard))
+        try:
+            region.pause()
+        except memsaver.BackupError as error:
+            print(error.needed_bytes, error.held_bytes, region.state, error)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        region.pause()  # starts the threads of the device
+        region.resume()
+        memsaver.release_host_memory()
+        stacks, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+        libc.pthread_attr_init(stacks)
+        assert libc.pthread_attr_setstacksize(stacks, ctypes.c_size_t(1 << 47)) == 0  # more than all addresses
+        assert libc.pthread_setattr_default_np(stacks) == 0
+        region.pause()
+        region.resume()
+        block.check()
+    """)
+    assert re.fullmatch(rf"{140 * MIB} 0 active .*no addresses for {140 * MIB} bytes more of pinned.*\n", said)
 
 
 def test_without_a_limit_the_machine_is_the_limit() -> None:
