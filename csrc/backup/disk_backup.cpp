@@ -296,7 +296,7 @@ std::unique_ptr<ScratchFile> DiskStore::take(const std::string& directory, std::
       const std::size_t held = held_bytes();
       throw BackupError("a backup needs " + std::to_string(bytes) + " bytes in " + directory + ", which has " +
                             std::to_string(free) + " bytes free; this process holds " + std::to_string(held) +
-                            " there: " + failure.what(),
+                            " in files: " + failure.what(),
                         bytes, held, free);
     }
   }

@@ -172,6 +172,16 @@ def test_a_full_disk_is_an_error_before_anything_moves(make: Make, small_disk: P
     assert (unnamed_files(small_disk), free_on(small_disk)) == ([], before)
     back.resume()
     check(held)
+    # Files in another directory take no space there.
+    memsaver.configure(disk_dir=small_disk.parent)
+    region.pause()
+    memsaver.configure(disk_dir=small_disk)
+    held += blocks(other, [10 * MIB], seed=7)
+    with pytest.raises(memsaver.BackupError, match=f"in {small_disk}, .* holds {13 * MIB} in files: ") as caught:
+        other.pause()
+    assert (caught.value.needed_bytes, caught.value.held_bytes) == (20 * MIB, 13 * MIB)
+    region.resume()
+    check(held)
 
 
 def test_limits_of_the_process_and_no_directory_are_errors_before_anything_moves(disk: Path) -> None:
