@@ -497,7 +497,9 @@ void replace_files(FileCalls& calls) {
            .mkostemp = [](char* path, int flags) { return fails("open") ? -1 : files.mkostemp(path, flags); },
            .posix_fallocate =
                [](int file, off_t begin, off_t size) {
-                 return fails("posix_fallocate") ? EIO : files.posix_fallocate(file, begin, size);
+                 if (fails("posix_fallocate")) return EIO;
+                 // As on a file system without the call, where the C library writes single bytes.
+                 return (::fcntl(file, F_GETFL) & O_DIRECT) != 0 ? EINVAL : files.posix_fallocate(file, begin, size);
                },
            .pwrite = [](int file, const void* data, std::size_t size, off_t offset) -> ssize_t {
              return fails("pwrite") ? -1 : files.pwrite(file, data, size, offset);
