@@ -110,6 +110,7 @@ class Addresses : Immovable {
     std::lock_guard lock(mutex_);
     Chunk& chunk = find(handle);
     if (size != chunk.size) refuse("a chunk is mapped whole");
+    if (address % kGranularity != 0) refuse("the address is not a multiple of 2 MiB");
     if (!within_reservation({address, size})) refuse("the address was not reserved");
     if (!overlapping(mapped_, {address, size}).empty()) refuse("the range holds a mapping");
     if (::mmap(bytes_at(address), size, PROT_NONE, MAP_SHARED | MAP_FIXED, chunk.file.get(), 0) == MAP_FAILED)

@@ -95,6 +95,7 @@ def test_memory_lives_as_long_as_a_handle_or_a_mapping_and_its_addresses_show_th
     bench.driver.map(base, 2 * PAGE, handle)
     bench.driver.map(base + 2 * PAGE, 2 * PAGE, imported)
     refused(lambda: bench.driver.map(base + PAGE, PAGE, other))  # these addresses are in use
+    refused(lambda: bench.driver.map(base + 4 * PAGE + MIB, PAGE, other))  # not a multiple of a page
     bench.driver.map(base + 4 * PAGE, PAGE, other)
     bench.driver.allow(base, 5 * PAGE)  # one call for several chunks
     bench.write(base, data)
