@@ -215,8 +215,8 @@ std::size_t CommonMemory::leave() noexcept {
     if (arena_.unmap_file(extent)) released += extent.size;
   mapped_ = 0;
   ::munmap(std::exchange(head_, nullptr), kTable);
+  lock_.reset();  // drops the locks, before the memory goes, which may take long: others open the memory of a member
   memory_.reset();
-  lock_.reset();  // drops the locks
   arena_.unreserve(std::exchange(reserved_, 0));
   return released;
 }

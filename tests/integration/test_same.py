@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.pool_support import Worker
-from tests.support import GIB, KIB, MIB, environment, fresh_device
+from tests.support import GIB, KIB, MIB, environment, fresh_device, until
 
 BLOCK = 8 * MIB
 SIZES = [2 * BLOCK, 17 * KIB, BLOCK // 2 + 512, BLOCK]  # end to end: four blocks, the last one shorter
@@ -201,6 +201,16 @@ def test_a_process_that_stops_in_its_pause_is_not_waited_for_and_keeps_its_conte
     resume_and_check(workers[1:])
     workers[0].run("region.pause()")
     resume_and_check(workers[:1])
+
+
+def test_a_process_joins_while_another_gives_much_memory_up(start: Start) -> None:
+    [one], [other] = start(1), start(1)
+    other.run("[each.free() for each in held]; region.close()")
+    one.run(f"held.append(Held(region, {24 * BLOCK}, 1)); region.pause(); region.resume()")
+    one.send("memsaver.release_host_memory()")
+    until(lambda: not memory_of([one]))  # it is being freed
+    other.run("region = memsaver.region('reference', 'cpu', 'host', same_as='model')")
+    one.answer()
 
 
 def test_processes_of_another_job_keep_a_copy_of_their_own(start: Start) -> None:
