@@ -43,6 +43,7 @@ class Member(Colocated):
     def __init__(self, device: str, tag: str, nbytes: int, seed: int = 1, **options: Any) -> None:
         use(device)
         self.seed, self.dies, self.breaks = seed, "", False
+        self.asks: Any = None  # an actor that it calls after a resume
         self.buffer = Buffer(tag, nbytes, **options)
         self.buffer.fill(seed)
 
@@ -73,7 +74,12 @@ class Member(Colocated):
         if self.breaks:
             self.breaks = False
             raise memsaver.BackupError("broken for the test", needed_bytes=1, held_bytes=0)
-        return super().resume(tags, restore=restore, **bounds)
+        done = super().resume(tags, restore=restore, **bounds)
+        if self.asks is not None:
+            import ray
+
+            ray.get(self.asks.look.remote())
+        return done
 
 
 def look(*actors: Any) -> list[str]:

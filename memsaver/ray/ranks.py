@@ -35,6 +35,8 @@ _LOST_S = 5.0  # once a rank has died, the others have this long to answer: they
 _LATE_S = 1.0  # at the begin of a turn, for answers to calls of an earlier one
 _RESTART_S = 60.0  # the calls of a rank may be refused for this long while it restarts
 _POLL_S = 0.05
+# The calls of an actor that Ray's memory monitor has killed for good raise the second one, no RayActorError.
+_DEATHS = (RayActorError, OutOfMemoryError)
 
 Reporting = Callable[[str, Sequence[Any]], TurnReport]
 """Writes the report of a turn that has exceeded its deadline: its title, and the ranks that have not answered."""
@@ -61,26 +63,32 @@ class MemberRank(Rank):
         """Starts a call. Raises if it cannot be started."""
         method = getattr(self.member, call.method)
         if self.is_actor:
-            future: Future[Any] = method.remote(*call.args, **call.options).future()
+            # Ray would make the call again after a restart, and no turn would learn of it.
+            once = method.options(max_task_retries=0, retry_exceptions=False)
+            future: Future[Any] = once.remote(*call.args, **call.options).future()
             return future
         return self._lane.submit(lambda: settled(method(*call.args, **call.options)))
 
     def failure(self, error: Exception) -> Exception:
         """The error of the method that a call has raised."""
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
-        return cause if isinstance(cause, Exception) else error
+        # That of an actor which the method called and which has died would be taken for one of this rank's own.
+        return cause if isinstance(cause, Exception) and not isinstance(cause, _DEATHS) else error
 
     def is_lost(self, error: Exception) -> bool:
-        # The calls of an actor that Ray's memory monitor has killed for good raise the second one, no RayActorError.
-        return isinstance(error, (RayActorError, OutOfMemoryError))
+        return self.is_actor and isinstance(error, _DEATHS) and not isinstance(error, RayTaskError)
 
     def described(self, error: Exception) -> str:
         """Of Ray's own errors, which have many lines, the first line."""
-        if not isinstance(error, RayError):
-            return super().described(error)
-        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        remedy = f"; unless Ray restarts it: group.replace({self.role!r}, {self.index}, actor)"
-        return text + remedy if self.is_lost(error) else text
+        inner = error
+        while isinstance(inner, RayTaskError) and isinstance(inner.cause, Exception):
+            inner = inner.cause
+        text = super().described(inner)
+        if isinstance(inner, RayError):
+            text = text.partition("\n")[0]
+        if self.is_lost(error):
+            return f"{text}; unless Ray restarts it: group.replace({self.role!r}, {self.index}, actor)"
+        return f"a call of its own raised {text}" if isinstance(inner, _DEATHS) else text
 
     @cached_property
     def _lane(self) -> Lane:
@@ -115,8 +123,10 @@ class Caller:
             text = f"{', '.join(map(str, hanging))} has not answered a call of an earlier turn"
             text, first = f"phase {phase!r} could not be entered: {text}", hanging[0]
             raise Error(text, phase=phase, role=first.role, rank=first.index) from no_answer(_LATE_S)
-        died, self._lost = self._lost, set()
-        self._start_actors([rank for rank in self.ranks if rank.is_actor and (rank.is_new or rank in died)], options)
+        self._start_actors(
+            [rank for rank in self.ranks if rank.is_actor and (rank.is_new or rank in self._lost)], options
+        )
+        died, self._lost = self._lost, set()  # here: a rank that restarts has refused calls of its start
         return unwritten, died
 
     def _start_actors(self, starting: list[MemberRank], options: TurnOptions) -> None:

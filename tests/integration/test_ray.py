@@ -127,7 +127,7 @@ def actors(spawn: Spawn) -> list[Any]:
     for kind, tag, nbytes, seed in (
         (Member, "weights", ENGINE, 10), (Hanging, "weights", ENGINE, 11), (Member, "params", TRAINER, 20),
     ):  # fmt: skip
-        found.append(spawn(kind, device, tag, nbytes, seed, max_restarts=1))
+        found.append(spawn(kind, device, tag, nbytes, seed, max_restarts=1, max_task_retries=-1))
         ray.get(found[-1].pause.remote())
     return found
 
@@ -317,3 +317,10 @@ def test_an_actor_that_dies_is_named_and_joins_again(ranks: tuple[list[Any], Any
     with group.enter("none") as turn:  # its start is no part of the turn
         assert turn.seconds < time.perf_counter() - begin - START_S
         assert turn.paused["engine"][0].paused == ("weights",)
+    # An actor that the trainer calls has died, and the trainer has not.
+    ray.get(trainer.set.remote(asks=engine))
+    text = "trainer 0 could not resume 'params': a call of its own raised ActorDiedError: [^;]*$"
+    fails(group, "train", text, restore=False)
+    ray.get(trainer.set.remote(asks=None))
+    fails(group, "train", "the phase that was to write them failed")
+    group.enter("train", restore=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,17 @@ import pytest
 
 pytest.importorskip("ray", reason="needs ray")
 
+from ray.exceptions import ActorUnavailableError, RayActorError  # noqa: E402
+
 import memsaver  # noqa: E402
 from memsaver import config  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
 from memsaver.ray import ranks as ranks_module  # noqa: E402
+from memsaver.ray.ranks import Caller, MemberRank  # noqa: E402
 from memsaver.turns import plan as plan_module  # noqa: E402
+from memsaver.turns.group import BaseGroup  # noqa: E402
+from memsaver.turns.plan import Plan  # noqa: E402
+from memsaver.turns.ranks import Call  # noqa: E402
 from tests.group_support import Halved  # noqa: E402
 from tests.support import run_clean, until  # noqa: E402
 
@@ -123,6 +130,31 @@ def test_contents_of_a_late_resume_count_as_not_written(group: Group, members: l
         group.replace("engine", 3, Halved())
     group.replace("engine", 0, Halved())
     assert group.enter("on", restore=False).phase == "on"
+
+
+def test_a_start_that_is_refused_counts_as_no_later_death(members: list[Any]) -> None:
+    """An actor restarts, and refuses its first call. The phase then fails to write its contents."""
+
+    class Actor(MemberRank):
+        starts = False
+
+        def submit(self, call: Call) -> Future[Any]:
+            if call.method != "__ray_ready__":
+                return self._lane.submit(lambda: getattr(self.member, call.method)(*call.args, **call.options))
+            self.starts = not self.starts
+            if self.starts:
+                raise ActorUnavailableError("it restarts", None)
+            return self._lane.submit(lambda: None)
+
+    rank = Actor("engine", 0, members[0])
+    rank.is_actor = True
+    group = BaseGroup(Plan(PHASES, ["engine"]), Caller([rank]))
+    group.enter("on")
+    members[0].errors["commit"] = RayActorError()
+    fails(group, "off", "engine 0 could not pause 'a': RayActorError")
+    with pytest.raises(OSError, match="not written"), group.enter("on", restore=False):
+        raise OSError("not written")
+    fails(group, "on", "the phase that was to write them failed")
 
 
 def test_members_pause_again_with_the_time_of_the_whole_turn(
