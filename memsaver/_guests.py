@@ -25,7 +25,7 @@ class Guest:
 
     Derived classes override ``leave()`` and ``come_back()``, and ``prepare()`` and ``nbytes`` if they can. The library
     calls one guest at a time, in the thread of the transition. These methods must not start a transition of tags of
-    guests: that raises memsaver.Error.
+    guests, and before its commit none of tags that move in the transition under way: that raises memsaver.Error.
 
     Args:
         name: The name in errors and in ``memsaver.stats()``.
@@ -113,6 +113,8 @@ _numbers = itertools.count(1)
 _movers: list[Moves] = []
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between looks at it
 
+_calling = threading.local()  # ``tags``: in a method of a guest, those that move and for which it would wait
+
 
 def register(guest: Guest) -> None:
     """Adds a guest: from now on it leaves and comes back with its tags. It counts as being here.
@@ -174,6 +176,15 @@ def tags() -> set[str]:
     return {tag for each in list(_entries.values()) for tag in each.guest.tags}
 
 
+def check_caller(chosen: Iterable[str]) -> None:
+    """Raises memsaver.Error if a method of a guest calls a transition of these tags that would wait for itself."""
+    if (own := getattr(_calling, "tags", None)) is not None and not (own | tags()).isdisjoint(chosen):
+        raise Error(
+            "a method of a guest called a transition of guests, or of tags that move in the transition under way, "
+            "expected one of other tags"
+        )
+
+
 def rows() -> list[dict[str, Any]]:
     """The guests, one dictionary each, in the order in which they leave. ``nbytes`` is None if the guest raises."""
     found = [(each.guest, each.state) for each in _in_order()]
@@ -208,7 +219,7 @@ class Moves:
         until: float | None = None,
     ) -> None:
         self._resuming, self._enter, self._settled, self._until = resuming, enter, settled, until
-        self._thread: int | None = None  # which moves the guests
+        self._moving: Set[str] = resuming  # and the tags that pause
         self.paused: set[str] = set()  # of the tags that the transition pauses, those of guests that left
         self.resumed: set[str] = set()  # of the tags that it resumes, those of guests that came back
         self.seconds = 0.0  # the time that guests took
@@ -216,6 +227,7 @@ class Moves:
 
     def prepare(self, pausing: Set[str]) -> None:
         """Asks the guests that will leave. Raises GuestError. Nothing has changed then."""
+        self._moving = pausing | self._resuming
         for each, paused in self._paused(pausing):
             if not each.away and self._after(each, paused, pausing) >= set(each.guest.tags):
                 self._call(each, "prepare", each.guest.prepare)
@@ -306,16 +318,17 @@ class Moves:
     def _call(self, each: _Entry, stage: str, method: Callable[[], object]) -> None:
         self._enter(f"guests {stage}", each.guest.name)
         try:
-            method()
+            try:
+                _calling.tags = frozenset() if stage == "come back" else self._moving
+                method()
+            finally:  # no interrupt comes between the call and its end
+                _calling.tags = None
         except Exception as error:
             text = f"guest {each.guest.name!r} could not {stage}: {type(error).__name__}: {error}"
             raise GuestError(text, guest=each.guest.name, stage=stage) from error
 
     def _alone(self, move: Callable[[], None], until: float | None = None, state: str = "") -> None:
         """Calls a function while no other transition moves guests. ``state``: the end of the error at the bound."""
-        self._thread = threading.get_ident()
-        if any(each._thread == self._thread for each in list(_movers)):
-            raise Error("a guest that leaves or comes back called a transition of guests, expected one without")
         since = time.monotonic()
         self._enter("guests", None)
         try:

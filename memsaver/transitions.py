@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext, suppress
 from typing import Any
 
-from memsaver import policies
+from memsaver import _guests, policies
 from memsaver._adapter import loaded
 from memsaver._moves import Move, active
 from memsaver._results import Display, display, in_thread
@@ -267,6 +267,7 @@ def _queued(
         raise ValueError(f"{both[0]!r} is to be paused and resumed at once, expected one of the two")
     if not pause.tags and not resume.tags:
         return None
+    _guests.check_caller([*pause.tags, *resume.tags])
     if pause.regions and (torch := loaded()) is not None:  # an early error; prepare() checks again
         torch.check_pausable(active(pause.regions), thread)
     return Move(pause, resume, thread, bounds, kept, restored, lazily)

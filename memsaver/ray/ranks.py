@@ -123,9 +123,8 @@ class Caller:
             text = f"{', '.join(map(str, hanging))} has not answered a call of an earlier turn"
             text, first = f"phase {phase!r} could not be entered: {text}", hanging[0]
             raise Error(text, phase=phase, role=first.role, rank=first.index) from no_answer(_LATE_S)
-        self._start_actors(
-            [rank for rank in self.ranks if rank.is_actor and (rank.is_new or rank in self._lost)], options
-        )
+        starting = [rank for rank in self.ranks if rank.is_actor and (rank.is_new or rank in self._lost)]
+        self._start_actors(starting, options)
         died, self._lost = self._lost, set()  # here: a rank that restarts has refused calls of its start
         return unwritten, died
 

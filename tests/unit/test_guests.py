@@ -6,6 +6,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -226,6 +227,24 @@ def test_guest_that_cannot_leave_aborts_the_pause(make: Make, visit: Visit, call
     assert moves(calls) == ([] if call == "prepare" else ["first leave", "second leave", "first come back"])
     assert region.state == "active"
     assert set(states().values()) == {"here"}
+    block.check()
+
+
+@pytest.mark.parametrize("call", ["prepare", "leave"])
+def test_guest_whose_method_calls_a_transition_that_would_wait_for_itself_is_refused(
+    make: Make, visit: Visit, call: str
+) -> None:
+    region, beside, other = make("host"), make(), make()
+    block, guest = Block(region, MIB), visit("guest", region.tag)
+    for nested in (region.pause, region.resume, beside.pause, memsaver.pause, partial(memsaver.start, resume=beside)):
+        guest.then = lambda at, nested=nested: nested(timeout=5) if at == call else None  # type: ignore[misc]
+        with pytest.raises(memsaver.GuestError, match=f"could not {call}: Error: a method of a guest called"):
+            memsaver.pause([region, beside])
+        assert (region.state, beside.state, states()[guest.name]) == ("active", "active", "here")
+    guest.then = lambda at: other.pause() if at == call else beside.pause() if at == "come back" else None
+    memsaver.pause([region, beside])
+    memsaver.resume([region, beside])
+    assert (region.state, beside.state, other.state) == ("active", "paused", "paused")
     block.check()
 
 
