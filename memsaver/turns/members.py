@@ -8,10 +8,10 @@ import functools
 import inspect
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -50,6 +50,11 @@ class Ready:
     pooled: bool
     discarded: tuple[str, ...] = ()
     derived: tuple[tuple[str, str, str], ...] = ()
+    _active: tuple[str, ...] | None = field(default=None, repr=False)  # of the tags that are to resume
+
+    def _resumes(self, tags: Iterable[str]) -> list[str]:
+        """Those of these tags that the resume of the turn brings back. Empty if the member does not say."""
+        return [] if self._active is None else [tag for tag in tags if tag not in self._active]
 
 
 def _check_pause(cls: type) -> None:
@@ -406,6 +411,7 @@ def _ready(tags: Sequence[str], coming: Sequence[str]) -> Ready:
             if each.tag in resuming and each.state == "paused" and is_rebuilt(each)
             for source in each.backup.after  # type: ignore[union-attr]
         ),
+        _active=tuple(dict.fromkeys(each.tag for each in concerned if each.tag in resuming and each.state == "active")),
     )
 
 

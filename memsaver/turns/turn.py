@@ -149,12 +149,12 @@ class RunningTurn:
         if not side_by_side and not paused.errors:
             resumed = self._call(self._to_resume(handover), self._options.completes_until)
         if paused.errors or resumed.errors:
-            self._pause_again(resumed)
+            self._pause_again(resumed, ready)
             failures = [(rank, error, "pause") for rank, error in paused.errors.items()]
             self._check([*failures, *((rank, error, "resume") for rank, error in resumed.errors.items())])
         begun = self._call(self._to_move_later(), self._options.completes_until)
         if begun.errors:
-            self._pause_again(resumed)
+            self._pause_again(resumed, ready)
             self._check([(rank, error, "begin to resume") for rank, error in begun.errors.items()])
         return Turn(
             phase=self._phase,
@@ -202,7 +202,7 @@ class RunningTurn:
         """The tags that are resident in the phase with ``restore=False``."""
         return [tag for tag in self._parts[rank].resumes if not self._options.restores(rank.role, tag)]
 
-    def _pause_again(self, resumed: Answers) -> None:
+    def _pause_again(self, resumed: Answers, ready: Mapping[Rank, Ready]) -> None:
         """Pauses the ranks that resumed, so that ranks that wait for each other's memory can all try again.
 
         Those with an error may have memory again, as with a guest that could not come back. The bound of these pauses
@@ -213,7 +213,10 @@ class RunningTurn:
         again = replace(self._options, since=time.monotonic(), values=values)
         calls: dict[Rank, Call] = {}
         for rank, result in {**resumed.results, **resumed.errors}.items():
-            tags = list(result.resumed) if isinstance(result, (Transition, Error)) else []
+            if isinstance(result, (Transition, Error)) and type(result) is not Error:
+                tags = list(result.resumed)
+            else:  # of a derived class, which may have failed after the resume, or returns something else
+                tags = ready[rank]._resumes(self._parts[rank].resident)
             if tags:
                 unrestored = {tag: "none" for tag in tags if not again.restores(rank.role, tag)}
                 calls[rank] = Call("pause", (tags,), {**again.of_pauses(rank.role, tags), "backup": unrestored or None})

@@ -434,7 +434,7 @@ def test_several_members_of_one_process_and_coroutines(store: distributed.Store,
 def test_values_arrive_as_they_were_sent() -> None:
     for value in (
         None, True, 3, 0.5, "text", [1, [2, "x"]], {"a": {"b": [1]}},
-        Transition(paused=("a",), copied_bytes=3), Ready(False, True, ("kv",)),
+        Transition(paused=("a",), copied_bytes=3), Ready(False, True, ("kv",), (), ("kv",)),
     ):  # fmt: skip
         assert loads(dumps(value)) == value
     error = loads(dumps(memsaver.AttachedError("attached", tag="kv", holders=[(3, "python")])))

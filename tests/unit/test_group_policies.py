@@ -40,7 +40,10 @@ class Side(Colocated):
     def resume(self, tags: Any = None, restore: Any = True, **bounds: Any) -> Any:
         if self.fails == "resume":
             raise OSError("not now")
-        return super().resume(tags, restore=restore, **bounds)
+        done = super().resume(tags, restore=restore, **bounds)
+        if self.fails == "rebuild":
+            raise OSError("not now")
+        return done if self.fails != "return" else None
 
     def colocated_drain(self, tags: Any) -> None:
         if self.fails == "drain":
@@ -173,6 +176,22 @@ def test_regions_resumed_for_writing_are_paused_without_contents_if_the_turn_fai
     pair.trainer.fails = ""
     pair.refuses("rollout", "expected restore=False")
     pair.sync()
+    pair.enter("rollout")
+    pair.check()
+
+
+def test_a_member_whose_override_of_resume_fails_pauses_again_what_it_has_resumed(make: Make) -> None:
+    """So the next turn brings the tags back anew, and the override can do its work for them."""
+    pair = Pair(make)
+    for fails, other in (("rebuild", ""), ("return", "resume")):
+        for before, weights in (("rollout", "active"), ("none", "paused")):
+            pair.engine.fails = pair.trainer.fails = ""
+            pair.enter(before)
+            pair.engine.fails, pair.trainer.fails = fails, other
+            pair.refuses("sync", "could not resume .*: OSError: not now")
+            assert pair.states == [weights, "paused", "paused"]  # what was resident before stays
+    pair.engine.fails = pair.trainer.fails = ""
+    pair.enter("sync")
     pair.enter("rollout")
     pair.check()
 
