@@ -16,7 +16,7 @@ from memsaver.guests.agreement import Agreement
 from memsaver.guests.store import StoreError
 from memsaver.turns import reports
 from memsaver.turns.plan import Plan, TurnOptions
-from memsaver.turns.ranks import Answers, Call, Calls, Rank, Tags, TurnReport, no_answer, settled
+from memsaver.turns.ranks import Answers, Call, Calls, Rank, Tags, TurnReport, called, no_answer
 
 log = logging.getLogger("memsaver")
 
@@ -126,8 +126,7 @@ class Processes:
         if call.method == "colocated_prepare" and call.args[0]:
             self._prepared.append(rank)  # before: an interrupt may come when it has prepared
         try:
-            result = settled(getattr(rank.member, call.method)(*call.args, **call.options))
-            answer = True, loads(dumps(result))
+            answer = True, loads(dumps(called(rank.member, call)))
         except Exception as error:  # of any class: all processes report it
             answer = False, loads(dumps(error))
         if call.method in ("colocated_commit", "colocated_abort"):  # after an interrupt the call is made again

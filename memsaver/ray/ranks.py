@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from ray.actor import ActorClass, ActorHandle
@@ -23,9 +23,9 @@ from memsaver.turns.ranks import (
     Rank,
     Tags,
     TurnReport,
+    called,
     check_member,
     no_answer,
-    settled,
     unanswered,
 )
 
@@ -61,13 +61,12 @@ class MemberRank(Rank):
 
     def submit(self, call: Call) -> Future[Any]:
         """Starts a call. Raises if it cannot be started."""
-        method = getattr(self.member, call.method)
         if self.is_actor:
             # Ray would make the call again after a restart, and no turn would learn of it.
-            once = method.options(max_task_retries=0, retry_exceptions=False)
+            once = getattr(self.member, call.method).options(max_task_retries=0, retry_exceptions=False)
             future: Future[Any] = once.remote(*call.args, **call.options).future()
             return future
-        return self._lane.submit(lambda: settled(method(*call.args, **call.options)))
+        return self._lane.submit(partial(called, self.member, call))
 
     def failure(self, error: Exception) -> Exception:
         """The error of the method that a call has raised."""

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from memsaver.errors import WaitTimeoutError
+from memsaver.errors import Error, WaitTimeoutError
 from memsaver.turns.members import short_loops
 from memsaver.turns.plan import TurnOptions
 
@@ -134,9 +134,13 @@ def check_distinct(members: Iterable[tuple[str, Any]]) -> None:
         roles[key] = role
 
 
-def settled(result: Any) -> Any:
-    """The result of a method. If the method returned an awaitable, the result of awaiting it."""
-    return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+def called(member: Any, call: Call) -> Any:
+    """The result of a member's method. If the method returned an awaitable, the result of awaiting it."""
+    try:
+        result = getattr(member, call.method)(*call.args, **call.options)
+        return asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
+    except asyncio.CancelledError as error:  # no Exception: the caller would take it for a cancellation of its own
+        raise Error(f"{call.method}() was cancelled, or awaited a task that was") from error
 
 
 async def _awaited(awaitable: Awaitable[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -419,13 +420,18 @@ def test_several_members_of_one_process_and_coroutines(store: distributed.Store,
     class Engine(AsyncColocated):
         async def colocated_drain(self, tags: Any) -> None:
             drained.append(tags)
+            if len(drained) == 1:
+                asyncio.current_task().cancel()  # type: ignore[union-attr]
+                await asyncio.sleep(0)
 
     drained: list[Any] = []
     weights, params = make("host"), make("host")
     phases = {"rollout": {"engine": [weights.tag]}, "train": {"trainer": [params.tag]}}
     group = Group(phases=phases, store=store, rank=0, world_size=1, engine=[Engine()], trainer=Colocated())
+    with pytest.raises(memsaver.Error, match="engine 0 .*could not prepare .* was cancelled"):
+        group.enter("train")
     group.enter("train")
-    assert (weights.state, params.state, drained) == ("paused", "active", [[weights.tag]])
+    assert (weights.state, params.state, drained) == ("paused", "active", [[weights.tag]] * 2)
     assert group.enter("rollout").resumed["engine"][0].resumed == (weights.tag,)
     assert (weights.state, params.state) == ("active", "paused")
     group.close()

@@ -100,6 +100,13 @@ def test_a_member_that_does_not_answer_ends_the_turn_at_its_bound(group: Group, 
     assert [each.seen() for each in members] == [["prepare", "commit"]] * 2
 
 
+def test_a_member_whose_task_was_cancelled_is_named(group: Group, members: list[Any]) -> None:
+    """CancelledError is no Exception: in a coroutine that awaits the turn it would be a cancellation of its own."""
+    members[1].errors["prepare"] = asyncio.CancelledError()
+    fails(group, "off", "engine 1 could not prepare .*: Error: colocated_prepare.. was cancelled")
+    assert [each.seen() for each in members] == [["prepare", "abort"]] * 2
+
+
 @pytest.mark.parametrize("method, phase", [("commit", "off"), ("resume", "on")])
 def test_a_member_that_hangs_after_the_commit_ends_the_turn_and_refuses_the_next_one(
     group: Group, members: list[Any], method: str, phase: str
