@@ -69,7 +69,7 @@ def several(tags: object, name: str) -> list[str]:
     for tag in found:
         if not isinstance(tag, str):
             raise TypeError(f"{name} has {tag!r}, expected a string")
-    return found
+    return sorted(found) if isinstance(tags, (set, frozenset)) else found  # the order of a set differs by process
 
 
 def device_name(device: object) -> str:

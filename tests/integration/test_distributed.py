@@ -251,6 +251,16 @@ def test_ranks_that_enter_different_phases_are_both_named(job: Job) -> None:
     job.enter("train")
 
 
+def test_phases_may_name_tags_by_sets_whose_order_differs_by_process() -> None:
+    class Backward(frozenset[str]):
+        def __iter__(self) -> Iterator[str]:
+            return iter(sorted(super().__iter__(), reverse=True))
+
+    tags = ["graphs", "kv", "weights"]
+    first, second = (plan_module.Plan({"on": {"engine": kind(tags)}}, None) for kind in (frozenset, Backward))
+    assert dumps(first.phases) == dumps(second.phases)  # which the ranks compare
+
+
 def test_groups_that_do_not_fit_are_refused(store: distributed.Store, make_job: Callable[..., Job]) -> None:
     job = make_job(store, [{"engine": 0}, {}], PHASES)
     for error in job.fails("train"):
