@@ -114,7 +114,7 @@ class RunningTurn:
     def _prepare(self) -> dict[Rank, Ready]:
         calls: dict[Rank, Call] = {}
         for rank, part in self._parts.items():
-            if part.leaving or part.resumes:
+            if part.pauses or part.resumes:
                 options = self._options.of_pauses(rank.role, part.leaving)
                 calls[rank] = Call("colocated_prepare", (part.leaving, part.resumes), options)
         self._prepared = [rank for rank in calls if rank in self._pausing]

@@ -207,6 +207,37 @@ def test_a_turn_ends_before_late_and_lingering_tags_have_moved_and_the_next_one_
         sides.blocks[2].check()
 
 
+def test_a_turn_in_which_all_tags_of_a_rank_linger_waits_for_the_last_one_too(make: Make) -> None:
+    """And takes a preparation back that its member has not committed: the tag would wait for it."""
+    ray = pytest.importorskip("memsaver.ray", reason="needs ray")
+
+    class Failing(ray.Colocated):  # type: ignore[misc,name-defined]
+        fails = False
+
+        def colocated_commit(self) -> Any:
+            if self.fails:
+                raise OSError("not now")
+            return super().colocated_commit()
+
+    cache, member = make("host"), Failing()
+    held = Block(cache, 4 * MIB)
+    phases = {"away": {}, "train": {"engine": {"late": [cache.tag]}}, "rest": {"engine": {"lingering": [cache.tag]}}}
+    group = ray.Group(engine=member, phases=phases)
+    group.enter("away")
+    with Fill():
+        group.enter("train", memory_timeout=60)
+        with pytest.raises(memsaver.Error, match="engine 0 could not prepare .* tags of the last turn are still moving"):
+            group.enter("rest", timeout=0.1)
+    cache.wait(timeout=20)
+    held.check()
+    member.fails = True
+    with pytest.raises(memsaver.Error, match="engine 0 could not pause .*: OSError: not now"):
+        group.enter("away")
+    assert cache.state == "pausing"
+    group.enter("rest")
+    until(lambda: cache.state == "paused")
+
+
 def test_late_tags_of_a_turn_come_one_after_the_other(make: Make) -> None:
     ray = pytest.importorskip("memsaver.ray", reason="needs ray")
     first, second = make("host"), make("host")
