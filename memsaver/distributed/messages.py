@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import fields
 from typing import Any
 
 from memsaver import errors
@@ -46,8 +46,9 @@ def loads(text: str) -> Any:
 
 def _packed(value: Any) -> Any:
     kind = type(value).__name__
-    if isinstance(value, (Transition, Ready)):
-        return {"class": kind, "fields": asdict(value)}
+    for base in (Transition, Ready):
+        if isinstance(value, base):  # of a derived class: the fields that all processes know
+            return {"class": base.__name__, "fields": {each.name: getattr(value, each.name) for each in fields(base)}}
     if not isinstance(value, BaseException):
         return repr(value)
     if _CLASSES.get(kind) is type(value):

@@ -453,6 +453,11 @@ def test_values_arrive_as_they_were_sent() -> None:
         Transition(paused=("a",), copied_bytes=3), Ready(False, True, ("kv",), (), ("kv",)),
     ):  # fmt: skip
         assert loads(dumps(value)) == value
+
+    class Extended(Transition):
+        """As a member's own resume() may return."""
+
+    assert loads(dumps(Extended(paused=("a",)))) == Transition(paused=("a",))
     error = loads(dumps(memsaver.AttachedError("attached", tag="kv", holders=[(3, "python")])))
     assert (type(error), str(error)) == (memsaver.AttachedError, "attached")
     assert (error.tag, error.holders) == ("kv", [[3, "python"]])
