@@ -98,7 +98,7 @@ class Group(BaseGroup):
         others = [each for each in self._caller.ranks if (each.role, each.index) != (role, rank)]
         check_distinct((each.role, each.member) for each in [*others, new])
         self._caller.replace(new)
-        self._entered = None
+        self._end_phase(time.monotonic())
 
     def _enter(self, phase: str, options: TurnOptions) -> Turn:
         if options.completes_until is not None:  # the actors look a little longer than the turn waits

@@ -101,9 +101,7 @@ class BaseGroup:
 
     def _enter(self, phase: str, options: TurnOptions) -> Turn:
         began = time.monotonic()
-        if (writer := trace.active) is not None and self._entered is not None:
-            writer.event("E", "phase", self._entered, began, track=self._track)
-        self._entered = None
+        self._end_phase(began)
         self._number += 1
         try:
             unwritten, died = self._crew.begin(self._number, phase, options, self._unwritten)
@@ -129,6 +127,11 @@ class BaseGroup:
         # At once: after an interrupt before it, the contents that the phase was to write count as not written.
         self._writers, self._unwritten, self._entered = writers, after, phase
         return turn
+
+    def _end_phase(self, at: float) -> None:
+        if (writer := trace.active) is not None and self._entered is not None:
+            writer.event("E", "phase", self._entered, at, track=self._track)
+        self._entered = None
 
     def _trace(self, phase: str, began: float, error: str | None = None) -> None:
         if (writer := trace.active) is not None:

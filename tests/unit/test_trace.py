@@ -400,6 +400,7 @@ def test_phases_and_turns_of_a_group_are_in_the_trace(make: Make, file: Path) ->
     group = Group(engine=Colocated(), phases={"rollout": {"engine": [region.tag]}, "train": {"engine": []}})
     group.enter("rollout")
     group.enter("train")
+    group.replace("engine", 0, Colocated())
     with memsaver.capturing(), pytest.raises(memsaver.Error):
         region_ = make("host")
         Group(engine=Colocated(), phases={"a": {"engine": [region_.tag]}, "b": {"engine": []}}).enter("b")
@@ -408,7 +409,7 @@ def test_phases_and_turns_of_a_group_are_in_the_trace(make: Make, file: Path) ->
     marks = [(each["ph"], each["name"]) for each in events if each.get("cat") in ("phase", "turn")]
     assert marks == [
         ("B", "own"), ("E", "own"), ("X", "turn to rollout"), ("B", "rollout"), ("E", "rollout"),
-        ("X", "turn to train"), ("B", "train"), ("X", "turn to b"),
+        ("X", "turn to train"), ("B", "train"), ("E", "train"), ("X", "turn to b"),
     ]  # fmt: skip
     assert "is being captured" in only(events, "turn to b")["args"]["error"]
     assert only(events, "turn to train")["args"]["error"] is None
