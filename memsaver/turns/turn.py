@@ -178,11 +178,13 @@ class RunningTurn:
         return calls
 
     def _to_move_later(self) -> Calls:
+        """The calls that begin to move late and lingering tags. The bounds count anew, as in ``memsaver.phase()``."""
+        anew = replace(self._options, since=time.monotonic())
         calls: dict[Rank, Call] = {}
         for rank, part in self._parts.items():
             if part.lingering or part.late:
-                of_pauses = self._options.of_pauses(rank.role, part.lingering)
-                of_resumes = self._options.of_resumes(rank.role, part.late, True)
+                of_pauses = anew.of_pauses(rank.role, part.lingering)
+                of_resumes = anew.of_resumes(rank.role, part.late, True)
                 options = {**of_pauses, **of_resumes, "phase": self._phase}
                 calls[rank] = Call("colocated_background", (part.lingering, part.late), options)
         return calls

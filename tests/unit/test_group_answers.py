@@ -182,6 +182,22 @@ def test_members_pause_again_with_the_time_of_the_whole_turn(
     assert again["timeout"] > 0
 
 
+def test_late_tags_have_the_time_of_the_whole_turn(members: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drain that takes most of it leaves next to nothing for their waits."""
+    monkeypatch.setattr(plan_module, "_COMPLETE_S", 30.0)
+    member, resume = members[0], members[0].resume
+
+    def take_all(tags: list[str], timeout: float, **options: Any) -> Any:
+        threading.Event().wait(timeout)
+        return resume(tags, timeout=timeout, **options)
+
+    member.resume = take_all
+    group = Group(engine=member, phases={"on": {"engine": {"resident": ["a"], "late": ["b"]}}})
+    group.enter("on", timeout=0.2)
+    (later,) = [options for method, _, options in member.calls if method == "background"]
+    assert later["timeout"] > 0
+
+
 def test_a_prepared_pause_is_left_to_the_next_group_or_aborted(make: Callable[..., Any]) -> None:
     region = make("host")
     engine = Colocated()

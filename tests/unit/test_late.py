@@ -226,7 +226,9 @@ def test_a_turn_in_which_all_tags_of_a_rank_linger_waits_for_the_last_one_too(ma
     group.enter("away")
     with Fill():
         group.enter("train", memory_timeout=60)
-        with pytest.raises(memsaver.Error, match="engine 0 could not prepare .* tags of the last turn are still moving"):
+        with pytest.raises(
+            memsaver.Error, match="engine 0 could not prepare .* tags of the last turn are still moving"
+        ):
             group.enter("rest", timeout=0.1)
     cache.wait(timeout=20)
     held.check()
