@@ -51,7 +51,7 @@ def group(members: list[Any]) -> Group:
     return Group(engine=members, phases=PHASES)
 
 
-def fails(group: Group, name: str, text: str, **options: Any) -> Any:
+def fails(group: BaseGroup, name: str, text: str, **options: Any) -> Any:
     with pytest.raises(memsaver.Error, match=text) as raised:
         group.enter(name, **options)
     assert group.entered is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,8 +13,9 @@ pytest.importorskip("ray", reason="needs ray")
 
 import memsaver  # noqa: E402
 from memsaver.ray import AsyncColocated, Colocated, Group  # noqa: E402
+from memsaver.turns.members import _halves  # noqa: E402
 from tests.group_support import Halved  # noqa: E402
-from tests.support import MIB, Block, Make, host_used_bytes, until  # noqa: E402
+from tests.support import EXPLORED, MIB, Block, Make, check, host_used_bytes, until  # noqa: E402
 
 PHASES = {
     "rollout": {"engine": ["weights", "graphs"]},
@@ -20,6 +23,7 @@ PHASES = {
     "sync": {"engine": ["weights"], "trainer": ["params"]},
     "none": {},
 }
+PARTS = ("resident", "late", "lingering")
 BACKUP: Any = {"train": {"engine": {"weights": "none"}}}
 RESTORE: Any = {"sync": {"engine": {"weights": False}}}
 
@@ -318,3 +322,82 @@ def test_a_member_with_an_async_drain_and_no_loop_is_refused_by_name(make: Make)
     with pytest.raises(TypeError, match=r"Engine has an async method .*colocated_drain.*, expected .* AsyncColocated"):
         Engine().pause([region.tag])
     assert region.state == "active"
+
+
+# Random turns
+
+
+def random_phases(chance: random.Random, tags: dict[str, list[str]]) -> dict[str, dict[str, dict[str, list[str]]]]:
+    parts = ["resident", "resident", "late", "lingering", "away"]
+    phases: dict[str, dict[str, dict[str, list[str]]]] = {name: {role: {} for role in tags} for name in "abc"}
+    for by_role, role in itertools.product(phases.values(), tags):
+        for tag in tags[role]:
+            if (part := chance.choice(parts)) != "away":
+                by_role[role].setdefault(part, []).append(tag)
+    return phases
+
+
+@pytest.mark.parametrize("seed", range(EXPLORED or 8))
+def test_regions_after_random_turns_with_failures_are_as_a_model_says(make: Make, seed: int) -> None:
+    """``whole``: by tag, whether a phase can use the contents. None: it may be refused, as after a failed turn."""
+    chance = random.Random(seed)
+    sides = {"engine": Side(make, "weights", "graphs", "cache"), "trainer": Side(make, "params", "optimizer")}
+    blocks = {block.region.tag: block for side in sides.values() for block in side.blocks.values()}
+    tags = {role: [region.tag for region in side.names.values()] for role, side in sides.items()}
+    owner = {tag: role for role in tags for tag in tags[role]}
+    phases = random_phases(chance, tags)
+    group = Group(phases=phases, **sides)  # type: ignore[arg-type]
+    named = {tag for phase in phases.values() for parts in phase.values() for found in parts.values() for tag in found}
+    whole: dict[str, bool | None] = dict.fromkeys(blocks, True)
+
+    def settled() -> dict[str, str]:
+        """The states after the moves of the last turn in the background."""
+        for side in sides.values():
+            _halves(side).wait(60)
+        return {tag: block.region.state for tag, block in blocks.items()}
+
+    def some(among: set[str], value: Any) -> dict[str, dict[str, Any]]:
+        found = [tag for tag in sorted(among) if chance.random() < 0.25]
+        return {role: {tag: value for tag in found if owner[tag] == role} for role in {owner[tag] for tag in found}}
+
+    before = settled()
+    for number in range(25):
+        name = chance.choice(list(phases))
+        parts = {part: {tag for each in phases[name].values() for tag in each.get(part, ())} for part in PARTS}
+        coming, lingering = parts["resident"] | parts["late"], parts["lingering"]
+        leaving = named - coming - lingering
+        backup, restore = some(leaving | lingering, "none"), some(coming, False)
+        dropped, unrestored = ({tag for each in given.values() for tag in each} for given in (backup, restore))
+        role, fails = chance.choice(list(sides)), chance.choice(["", "", "drain", "resume", "rebuild"])
+        sides[role].fails = fails
+        said = f"seed {seed}, turn {number} to {name!r}, {role} fails: {fails!r}, {backup}, {restore}"
+        text = ""
+        try:
+            with group.enter(name, backup=backup, restore=restore, timeout=60):
+                after = settled()
+                for tag in unrestored:
+                    if after[tag] == "active":
+                        blocks[tag].fill(number)
+        except memsaver.Error as error:
+            text = str(error)
+        sides[role].fails, after = "", settled()
+        failing = {tag for tag in tags[role] if fails}  # whose moves in the background may fail, too
+        gone = {tag for tag in leaving | lingering if (before[tag], after[tag]) == ("active", "paused")}
+        whole |= dict.fromkeys(gone & dropped, False)
+        if not text:
+            expected = {tag: "active" if tag in coming else "paused" for tag in named}
+            assert all(after[tag] == expected[tag] for tag in leaving | parts["resident"]), said
+            assert all(after[tag] == expected[tag] for tag in named - failing), said
+            whole |= {tag: True if after[tag] == "active" else None for tag in unrestored}
+            assert not [tag for tag in coming if whole[tag] is False and after[tag] == "active"], said
+        elif "could not prepare" in text:
+            assert fails or any(whole[tag] is not True for tag in coming - unrestored), f"{said}: {text}"
+            assert after == before, f"{said}: {text}"
+        else:
+            assert fails, f"{said}: {text}"
+            assert all(after[tag] == "paused" for tag in leaving), f"{said}: {text}"
+            stays = [tag for tag in blocks if tag not in leaving and before[tag] == "active"]
+            assert all(after[tag] == ("active" if tag in stays else "paused") for tag in blocks), f"{said}: {text}"
+            whole |= dict.fromkeys(unrestored)
+        check(blocks[tag] for tag in blocks if after[tag] == "active" and whole[tag])
+        before = after
