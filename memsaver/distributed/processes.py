@@ -62,7 +62,7 @@ class Processes:
         self._doing: dict[str, str] = {}  # by process that was late in the last question, its call
         self._prepared: list[ProcessRank] = []  # of this process
 
-    def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> tuple[Tags, set[Rank]]:
+    def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> Tags:
         self._phase, self._turn, self._question, self._prepared = phase, turn, 0, []
         self.report, self.interrupt = TurnReport(), None
         self._agreement.link.until = options.until
@@ -87,7 +87,7 @@ class Processes:
         for rank in self.ranks:
             for each in arrived:
                 tags[rank].update(*(found for *place, found in each["unwritten"] if place == [rank.role, rank.index]))
-        return tags, set()
+        return tags
 
     def call(self, *steps: Calls, until: float | None) -> list[Answers]:
         began = time.monotonic()

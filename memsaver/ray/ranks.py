@@ -105,7 +105,7 @@ class Caller:
         self._committing: set[Rank] = set()  # in this turn
         self._lost: set[Rank] = set()  # since the last turn
 
-    def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> tuple[Tags, set[Rank]]:
+    def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> Tags:
         self.report, self._phase = TurnReport(), phase
         self._committing.clear()
         wait(self.late, _LATE_S)
@@ -124,8 +124,8 @@ class Caller:
             raise Error(text, phase=phase, role=first.role, rank=first.index) from no_answer(_LATE_S)
         starting = [rank for rank in self.ranks if rank.is_actor and (rank.is_new or rank in self._lost)]
         self._start_actors(starting, options)
-        died, self._lost = self._lost, set()  # here: a rank that restarts has refused calls of its start
-        return unwritten, died
+        self._lost.clear()  # here: a rank that restarts has refused calls of its start
+        return unwritten  # also of ranks that seemed to have died: the answer of one that lives may be lost
 
     def _start_actors(self, starting: list[MemberRank], options: TurnOptions) -> None:
         """Waits, within a bound, until actors have started. Calls of the turn report those that have not."""

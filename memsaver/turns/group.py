@@ -104,9 +104,8 @@ class BaseGroup:
         self._end_phase(began)
         self._number += 1
         try:
-            unwritten, died = self._crew.begin(self._number, phase, options, self._unwritten)
-            # The contents of a rank that died are lost, and a restart writes new ones.
-            self._unwritten = {rank: set(tags) for rank, tags in unwritten.items() if rank not in died}
+            unwritten = self._crew.begin(self._number, phase, options, self._unwritten)
+            self._unwritten = {rank: set(tags) for rank, tags in unwritten.items()}
             turn = RunningTurn(self._plan, self._crew, self._unwritten, phase, options).run()
         except BaseException as error:
             self._trace(phase, began, repr(error))

@@ -82,11 +82,10 @@ class Crew(Protocol):
     @property
     def ranks(self) -> Sequence[Rank]: ...
 
-    def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> tuple[Tags, set[Rank]]:
+    def begin(self, turn: int, phase: str, options: TurnOptions, unwritten: Tags) -> Tags:
         """Begins a turn: all ranks can be called. Raises memsaver.Error.
 
-        ``unwritten``: tags whose contents count as not written. Returns those by all callers, and the ranks that have
-        died since the last turn: they have other contents if they have started anew.
+        ``unwritten``: tags whose contents count as not written. Returns those by all callers.
         """
 
     def call(self, *steps: Calls, until: float | None) -> list[Answers]:

@@ -139,8 +139,8 @@ def test_contents_of_a_late_resume_count_as_not_written(group: Group, members: l
     assert group.enter("on", restore=False).phase == "on"
 
 
-def test_a_start_that_is_refused_counts_as_no_later_death(members: list[Any]) -> None:
-    """An actor restarts, and refuses its first call. The phase then fails to write its contents."""
+def test_contents_of_a_rank_that_seemed_to_die_count_as_not_written(members: list[Any]) -> None:
+    """Its answer may have been lost on the way. An actor that restarts refuses its first call."""
 
     class Actor(MemberRank):
         starts = False
@@ -156,12 +156,16 @@ def test_a_start_that_is_refused_counts_as_no_later_death(members: list[Any]) ->
     rank = Actor("engine", 0, members[0])
     rank.is_actor = True
     group = BaseGroup(Plan(PHASES, ["engine"]), Caller([rank]))
-    group.enter("on")
+    members[0].errors["resume"] = ActorUnavailableError("no answer", None)
+    fails(group, "on", "engine 0 could not resume 'a': ActorUnavailableError: .*; unless Ray", restore=False)
+    fails(group, "on", "the phase that was to write them failed")
     members[0].errors["commit"] = RayActorError()
     fails(group, "off", "engine 0 could not pause 'a': RayActorError")
     with pytest.raises(OSError, match="not written"), group.enter("on", restore=False):
         raise OSError("not written")
     fails(group, "on", "the phase that was to write them failed")
+    group.enter("on", restore=False)
+    group.enter("on")
 
 
 def test_members_pause_again_with_the_time_of_the_whole_turn(
