@@ -156,9 +156,11 @@ class Caller:
 
     def undo(self, calls: Calls, until: float | None) -> None:
         hanging = set(self.late.values())
-        # A dead rank has nothing to take back, and its answer would wait for its restart. That of a rank that hangs
-        # comes after the calls that hang.
-        futures, refused = self._start({rank: call for rank, call in calls.items() if rank not in self._lost})
+        futures, refused = self._start(calls)
+        for lost in [each for each in futures if each in self._lost]:
+            # Such a rank lives if an answer was lost. If it has died, nobody waits for its restart, or for the error.
+            del self.late[futures.pop(lost)]
+        # The answer of a rank that hangs comes after the calls that hang.
         futures = {rank: future for rank, future in futures.items() if rank not in hanging}
         for rank, error in self._collect(futures, refused, until).errors.items():
             log.warning("%s could not end %s() after a failed turn: %s", rank, calls[rank].method, error)

@@ -159,6 +159,10 @@ def test_contents_of_a_rank_that_seemed_to_die_count_as_not_written(members: lis
     members[0].errors["resume"] = ActorUnavailableError("no answer", None)
     fails(group, "on", "engine 0 could not resume 'a': ActorUnavailableError: .*; unless Ray", restore=False)
     fails(group, "on", "the phase that was to write them failed")
+    members[0].seen()
+    members[0].errors["prepare"] = ActorUnavailableError("no answer", None)
+    fails(group, "off", "engine 0 could not prepare to pause 'a': ActorUnavailableError")
+    until(lambda: members[0].calls[-1][0] == "abort")
     members[0].errors["commit"] = RayActorError()
     fails(group, "off", "engine 0 could not pause 'a': RayActorError")
     with pytest.raises(OSError, match="not written"), group.enter("on", restore=False):
