@@ -440,6 +440,10 @@ class Region:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         adapter().leave(self, error)
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A copy would be no region of the process: calls would select nothing by it."""
+        raise TypeError(f"region {self.tag!r} is neither copied nor pickled, expected its tag in its place")
+
     def __repr__(self) -> str:
         state = "closed" if self._handle.closed else self.state
         return f"<memsaver.Region {self.tag!r} on {self.device}, backup={self.backup!r}, {state}>"

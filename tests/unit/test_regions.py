@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -182,6 +184,14 @@ def test_the_tag_of_a_closed_region_makes_a_new_region(make: Make, state: str) -
     del block
     other.close()
     assert (free_bytes(), descriptors()) == (before, files)
+
+
+@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_region_is_not_copied(make: Make, made: Callable[[object], object]) -> None:
+    """``memsaver.pause(copy)`` moved nothing, without an error."""
+    region = make()
+    with pytest.raises(TypeError, match=f"region {region.tag!r} is neither copied nor pickled, expected its tag"):
+        made(region)
 
 
 def test_a_region_in_use_is_not_closed(make: Make) -> None:
