@@ -145,13 +145,12 @@ class DefaultPools:
                     index = region._index
                     if region.state not in ("active", "pausing") or side_pools.has_begun(index):
                         continue
-                    if _core.capturing():
+                    empty_cache()  # free blocks would leave and come back
+                    if not side_pools.begin(index, plain_allocator()):
                         raise Error(
                             f"region {region.tag!r}, torch's default pool, cannot be paused: a CUDA graph is being "
                             "captured; end the capture first"
                         )
-                    empty_cache()  # free blocks would leave and come back
-                    side_pools.begin(index, plain_allocator())
         except BaseException:
             end()  # else threads would never move back
             raise

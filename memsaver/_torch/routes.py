@@ -92,15 +92,20 @@ class SidePools:
     def has_begun(self, index: int) -> bool:
         return index in self._begun
 
-    def begin(self, index: int, allocator: Any = None) -> None:
+    def begin(self, index: int, allocator: Any = None) -> bool:
         """Lets all threads allocate from a new pool if they are in no other. Again: from another new one.
 
+        Returns False during a capture: the pool would take precedence over that of the graph. Captures begin after it.
         ``allocator``: of the pool's segments. None: torch's own, by cudaMalloc.
         """
-        with self._lock:
-            self._route(index, allocator)
-        if not _FIRST_WINS:
-            self.took_precedence(index)
+
+        def begin() -> None:
+            with self._lock:
+                self._route(index, allocator)
+            if not _FIRST_WINS:
+                self.took_precedence(index)
+
+        return bool(_core.outside_captures(begin))
 
     def end(self, index: int) -> None:
         """Lets them allocate from torch's default pool again. Without begin(): no-op."""
@@ -112,9 +117,13 @@ class SidePools:
 
         torch frees no cached blocks of a pool that all threads allocate from.
         """
-        with self._lock:
-            if index in self._begun and any(free_blocks(self.ids[index][0])):
-                self._route(index, self._begun[index][1])
+
+        def move() -> None:
+            with self._lock:
+                if index in self._begun and any(free_blocks(self.ids[index][0])):
+                    self._route(index, self._begun[index][1])
+
+        _core.outside_captures(move)
 
     def make_last(self, index: int) -> None:
         """Lets pools that a thread was routed to since begin() come first for that thread."""

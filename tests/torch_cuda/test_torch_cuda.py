@@ -303,6 +303,43 @@ assert not errors and controls.broken() == [], (errors, controls.broken())
     )
 
 
+def test_a_capture_that_begins_beside_a_pause_keeps_its_pool(with_default_pool: str) -> None:
+    """A pool of all threads that begins after that of a graph would take the graph's allocations."""
+    run(
+        with_default_pool,
+        """
+        from memsaver._torch.routes import side_pools
+        memsaver.default_pool()
+        MemPool, prefer = torch.cuda.MemPool, side_pools.took_precedence
+        begun, go, allocated, found = threading.Event(), threading.Event(), threading.Event(), []
+        def capture():
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                begun.set(), go.wait(60)
+                block = torch.empty(3 * MIB, dtype=torch.uint8, device="cuda")
+                allocated.set()
+            found.extend([graph, block])
+        thread = threading.Thread(target=capture)
+        def make(allocator):
+            torch.cuda.MemPool = MemPool
+            thread.start(), begun.wait(1)  # not reached where captures wait
+            return MemPool(allocator)
+        def began(index):
+            prefer(index), go.set()
+            assert not begun.is_set() or allocated.wait(60)
+        torch.cuda.MemPool, side_pools.took_precedence = make, began
+        try:
+            memsaver.pause("torch")
+        except memsaver.Error as error:
+            assert "being captured" in str(error), error
+        thread.join()
+        graph, block = found
+        segments = torch.cuda.memory_snapshot(graph.pool())
+        assert any(each["address"] <= block.data_ptr() < each["address"] + each["total_size"] for each in segments)
+        """,
+    )
+
+
 def test_a_function_that_process_groups_replace_takes_torchs_arguments(version: str) -> None:
     run(
         version,

@@ -38,10 +38,13 @@ class MadeUpSidePools:
     def has_begun(self, index: int) -> bool:
         return index in self.now
 
-    def begin(self, index: int, allocator: object) -> None:
+    def begin(self, index: int, allocator: object) -> bool:
         assert allocator == "plain", "of torch's own allocator"
+        if _core.capturing():
+            return False
         self.calls.append(("begin", index))
         self.now.add(index)
+        return True
 
     def end(self, index: int) -> None:
         self.calls.append(("end", index))

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-from memsaver import _core
 from memsaver._adapter import adapter
 from memsaver._torch.pools import DEFAULT_POOL
 from memsaver._torch.routes import side_pools
@@ -84,13 +83,12 @@ class DefaultPool:
         mine = [each for each in regions if each in tagged]
         if mine:
             check_allocator()  # code may have made torch's default pool a region of its own
-            if _core.capturing():
-                raise Error("a graph is being captured: its process cannot be paused")
         saver_regions.set_aside(mine, True)
         try:
             on_gpus = [region for region in mine if region.device != "cpu"]
             for index in {region._index for region in on_gpus}:
-                side_pools.begin(index)
+                if not side_pools.begin(index):
+                    raise Error("a graph is being captured: its process cannot be paused")
             for region in on_gpus:
                 for pool_id in (DEFAULT_POOL, *side_pools.ids.get(region._index, ())):
                     adapter().adopt_pool(region, pool_id)
