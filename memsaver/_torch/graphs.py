@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -81,8 +81,7 @@ class CUDAGraph(torch.cuda.CUDAGraph):
         """
         _begin_capture(self, pool, partial(super().capture_begin, pool=pool, **kwargs))
         region = adapter().graph_region(tuple(pool)) if pool is not None else None
-        if region is not None:
-            self._add_needs([region])
+        self._needs = () if region is None else (region,)  # an earlier graph of this object is gone: see reset()
 
     def capture_end(self) -> None:
         """Ends a capture, as ``torch.cuda.CUDAGraph`` does. ``memsaver.graph()`` calls it."""
@@ -134,7 +133,7 @@ def graph(
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: A tag in ``needs`` has no region.
+        ValueError: A tag in ``needs`` has no region, or ``stream`` is on another device than the region.
         RegionPausedError: A region is not active. The capture has not begun.
         ConfigError: ``torch.distributed`` has process groups of several ranks with NCCL, and ``NCCL_GRAPH_REGISTER`` is
             not 0. The capture has not begun.
@@ -160,6 +159,10 @@ def graph(
         each.check_active("be used by a capture")
     pool: Any = adapter().pool(home).id
     device = torch.device(home.device)
+    if stream is None:  # torch makes one for all devices, and a capture takes place on that of its stream
+        stream = _stream(device)
+    elif stream.device != device:
+        raise ValueError(f"stream is on {stream.device}, expected one on {home.device}, the device of {home.tag!r}")
     before = torch.cuda.current_stream(device)
     try:
         with (
@@ -174,6 +177,12 @@ def graph(
         _clean_up(device, before)
         raise
     cuda_graph._add_needs(needed)
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of captures on a device. Graphs with one pool share its blocks by stream."""
+    return torch.cuda.Stream(device)
 
 
 def check_registration() -> None:

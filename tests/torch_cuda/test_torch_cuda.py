@@ -61,6 +61,51 @@ def test_contents_return_and_graphs_replay(version: str) -> None:
     )
 
 
+def test_graphs_of_several_devices_lie_in_their_regions(version: str) -> None:
+    """torch makes one stream for captures, and captures on its device."""
+    run(
+        version,
+        """
+        kept = []
+        for index in (0, 1):
+            region = memsaver.region("graphs", device=f"cuda:{index}", backup="host")
+            source, graph = full(1, 5, f"cuda:{index}"), memsaver.CUDAGraph()
+            try:
+                with memsaver.graph(graph, region=region, stream=torch.cuda.Stream(1 - index)):
+                    raise AssertionError("a capture on another device")
+            except ValueError as error:
+                assert f"cuda:{1 - index}" in str(error)
+            with memsaver.graph(graph, region=region):
+                out = source.clone()
+            assert region.owns(out.data_ptr())
+            kept.append((source, graph, out))
+        for source, graph, out in kept:
+            source.copy_(torch.full((MIB,), 7, dtype=torch.uint8))
+            graph.replay()
+            assert holds(out, 7)
+        """,
+        count=2,
+    )
+
+
+def test_a_graph_that_was_reset_needs_the_regions_of_its_next_capture_alone(version: str) -> None:
+    run(
+        version,
+        """
+        first, second, kv = memsaver.region("first"), memsaver.region("second"), memsaver.region("kv")
+        source, graph = full(1, 3), memsaver.CUDAGraph()
+        with memsaver.graph(graph, region=first, needs=kv):
+            out = source.clone()
+        graph.reset()
+        with memsaver.graph(graph, region=second):
+            out = source.clone()
+        kv.pause(), first.close()
+        graph.replay()
+        assert holds(out, 3) and graph.needs == (second,)
+        """,
+    )
+
+
 def test_regions_before_2_10_refuse_expandable_segments(version: str) -> None:
     if release(version) >= (2, 10):
         pytest.skip("torch has regions beside expandable segments")
