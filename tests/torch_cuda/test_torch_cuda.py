@@ -348,6 +348,31 @@ assert not errors and controls.broken() == [], (errors, controls.broken())
     )
 
 
+def test_tensors_freed_while_another_stream_uses_them_are_free(version: str) -> None:
+    """torch looks at the events of such blocks in its next allocation outside of pools, or in empty_cache()."""
+    run(
+        version,
+        """
+        stream = torch.cuda.Stream()
+        def freed(tag):
+            region = memsaver.region(tag, backup="host")
+            with region:
+                used = full(30, 1)
+            other = torch.empty_like(used)
+            with torch.cuda.stream(stream):
+                other.copy_(used, non_blocking=True)
+            used.record_stream(stream)
+            return region
+        assert memsaver.pause(freed("paused")).copied_bytes == 0
+        trimmed = freed("trimmed")
+        memsaver.trim(trimmed)
+        assert trimmed.mapped_bytes == 0
+        freed("closed").close()
+        """,
+        late=True,
+    )
+
+
 def test_a_capture_that_begins_beside_a_pause_keeps_its_pool(with_default_pool: str) -> None:
     """A pool of all threads that begins after that of a graph would take the graph's allocations."""
     run(
