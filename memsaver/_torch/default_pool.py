@@ -133,8 +133,8 @@ class DefaultPools:
         """Lets all threads allocate from other pools before a pause, up to the call of the returned function or later.
 
         torch would hand out free blocks of a default pool, which have no memory while it is paused. Of regions without
-        memory too: an earlier transition may resume them before the pause. Raises Error during a capture: no pause is
-        possible then, and one that began all the same would leave threads there.
+        memory too: an earlier transition may resume them before the pause. Raises Error during a capture, and while
+        another thread is inside a region of the device: the other pool would come before theirs.
         """
         pause, mine = object(), self.among(regions)
         self._expected[pause] = frozenset(region._index for region in mine)
@@ -146,7 +146,10 @@ class DefaultPools:
                     if region.state not in ("active", "pausing") or side_pools.has_begun(index):
                         continue
                     empty_cache()  # free blocks would leave and come back
-                    if not side_pools.begin(index, plain_allocator()):
+                    with side_pools.lock:  # its pool would come before that of a region which a thread enters
+                        adapter().check_pausable([region], threading.get_ident())
+                        begun = side_pools.begin(index, plain_allocator())
+                    if not begun:
                         raise Error(
                             f"region {region.tag!r}, torch's default pool, cannot be paused: a CUDA graph is being "
                             "captured; end the capture first"

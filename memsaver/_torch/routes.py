@@ -83,7 +83,7 @@ class SidePools:
 
     def __init__(self) -> None:
         atexit.register(self._end_all)
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # the router's too: no thread enters a region meanwhile
         self._begun: dict[int, tuple[Any, Any]] = {}  # each pool and its allocator, by the number of the device
         self.ids: dict[int, list[tuple[int, int]]] = {}  # of pools with segments, by the number of the device
         # Called with the number of a device when a pool began there that comes before those that the thread is in.
@@ -100,7 +100,7 @@ class SidePools:
         """
 
         def begin() -> None:
-            with self._lock:
+            with self.lock:
                 self._route(index, allocator)
             if not _FIRST_WINS:
                 self.took_precedence(index)
@@ -109,7 +109,7 @@ class SidePools:
 
     def end(self, index: int) -> None:
         """Lets them allocate from torch's default pool again. Without begin(): no-op."""
-        with self._lock:
+        with self.lock:
             routes.drop(index, self._end(index))
 
     def return_free_blocks(self, index: int) -> None:
@@ -117,17 +117,13 @@ class SidePools:
 
         torch frees no cached blocks of a pool that all threads allocate from.
         """
-
-        def move() -> None:
-            with self._lock:
-                if index in self._begun and any(free_blocks(self.ids[index][0])):
-                    self._route(index, self._begun[index][1])
-
-        _core.outside_captures(move)
+        with self.lock:
+            if index in self._begun and any(free_blocks(self.ids[index][0])):
+                self.begin(index, self._begun[index][1])
 
     def make_last(self, index: int) -> None:
         """Lets pools that a thread was routed to since begin() come first for that thread."""
-        with self._lock:
+        with self.lock:
             if index in self._begun and _FIRST_WINS:
                 self._route(index, self._begun[index][1])
 
@@ -149,7 +145,7 @@ class SidePools:
 
     def _end_all(self) -> None:
         """Before the interpreter destroys pools."""
-        with self._lock:
+        with self.lock:
             for index in list(self._begun):
                 keep_forever(self._end(index))
 

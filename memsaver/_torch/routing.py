@@ -96,7 +96,7 @@ class Router:
 
     def __init__(self) -> None:
         self._thread = Thread()
-        self._lock = threading.RLock()
+        self._lock = side_pools.lock
         self._pools: dict[Region, RegionPools] = {}
         self._inside: dict[int, Inside] = {}  # of threads that have entered a region, by the id of the object
         self._patched: set[str] = set()
@@ -400,7 +400,9 @@ class Router:
         with self._lock:
             regions = [each for each in self._pools if each.device == device and each.state == "active"]
         if not _core.capturing():
-            side_pools.return_free_blocks(torch.device(device).index)
+            with self._lock:  # the next pool would come before that of a region
+                if not any(held.device == device for inside in self._inside.values() for held in inside.regions):
+                    side_pools.return_free_blocks(torch.device(device).index)
             self.trim(regions)
         if not regions or has_many_blocks(torch.device(device)):
             return 0, ""

@@ -373,6 +373,68 @@ def test_tensors_freed_while_another_stream_uses_them_are_free(version: str) -> 
     )
 
 
+def test_a_thread_that_enters_a_region_beside_a_pause_allocates_there(with_default_pool: str) -> None:
+    """A pool of all threads that begins after that of a region would take the thread's allocations."""
+    run(
+        with_default_pool,
+        """
+        import memsaver._torch.default_pool as module
+        from memsaver._torch.routing import router
+        from memsaver._torch.routes import routes
+        memsaver.default_pool()
+        weights = memsaver.region("weights")
+        plain, begin, expect = module.plain_allocator, routes.begin, router.expect_pause
+        routed, allocated, go = threading.Event(), threading.Event(), threading.Event()
+        found = []
+        def load():
+            with weights:
+                found.append(torch.empty(3 * MIB, device="cuda"))
+                allocated.set(), go.wait(60)
+        thread = threading.Thread(target=load)
+        def enters():
+            module.plain_allocator = plain
+            thread.start(), routed.wait(60)
+            return plain()
+        def route(*arguments):
+            begin(*arguments), routed.set()
+        def expected(regions):
+            end = expect(regions)
+            allocated.wait(60)
+            return end
+        module.plain_allocator, routes.begin, router.expect_pause = enters, route, expected
+        try:
+            memsaver.pause("torch")
+            raise AssertionError("no error")
+        except memsaver.Error as error:
+            assert "is inside region 'weights'" in str(error), error
+        allocated.wait(60), go.set(), thread.join()
+        assert weights.owns(found[0].data_ptr())
+        """,
+    )
+
+
+def test_a_thread_inside_a_region_stays_there_when_caches_beside_a_paused_pool_return(with_default_pool: str) -> None:
+    run(
+        with_default_pool,
+        """
+        from memsaver._torch.routing import router
+        memsaver.default_pool()
+        weights = memsaver.region("weights")
+        memsaver.pause("torch")
+        cached = full(100, 1)
+        del cached
+        with weights:
+            thread = threading.Thread(target=router.return_caches, args=("cuda:0",))
+            thread.start(), thread.join()
+            block = torch.empty(3 * MIB, device="cuda")
+        assert weights.owns(block.data_ptr())
+        reserved = torch.cuda.memory_reserved()
+        router.return_caches("cuda:0")
+        assert torch.cuda.memory_reserved() <= reserved - 100 * MIB, "the cache stays"
+        """,
+    )
+
+
 def test_a_capture_that_begins_beside_a_pause_keeps_its_pool(with_default_pool: str) -> None:
     """A pool of all threads that begins after that of a graph would take the graph's allocations."""
     run(

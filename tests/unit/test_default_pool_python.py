@@ -32,6 +32,7 @@ class MadeUpRegion:
 
 class MadeUpSidePools:
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self.now: set[int] = set()
         self.calls: list[tuple[str, int]] = []
 
