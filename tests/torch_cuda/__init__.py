@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from memsaver.drop_in.startup import PACKAGES, PRELOAD
 from tests import controls, gpus
 from tests.support import GIB, ROOT, run_program
 from tests.support import environment as with_paths
@@ -111,12 +112,17 @@ def _refusal(name: str) -> str:
     return f"int {name}() {{ return {code}; }}\n"
 
 
-def environment(version: str, count: int = 1, memory: int = 4 * GIB) -> dict[str, str]:
-    """The environment of a process with this torch, on so many GPUs of this size."""
+def environment(version: str, count: int = 1, memory: int = 4 * GIB, preload: bool = False) -> dict[str, str]:
+    """The environment of a process with this torch, on so many GPUs of this size.
+
+    ``preload``: with the drop-in for torch_memory_saver, and the library to preload.
+    """
     found = gpus.environment(gpus.entries(range(count), memory))
     libraries = os.pathsep.join([str(runtime(version)), found["LD_LIBRARY_PATH"]])
-    paths = os.pathsep.join(filter(None, [str(folder(version)), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    packages = str(PACKAGES) if preload else ""
+    paths = os.pathsep.join(filter(None, [packages, str(folder(version)), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     found |= {"LD_LIBRARY_PATH": libraries, "CUDA_MODULE_LOADING": "LAZY"}
+    found["LD_PRELOAD"] = str(PRELOAD) if preload else ""
     found["MEMSAVER_PATCHES"] = "captures"  # programs capture plain graphs
     found["PYTHONDONTWRITEBYTECODE"] = ""  # unset: torch has 2,000 files
     return {**with_paths(**found), "PYTHONPATH": paths}

@@ -472,6 +472,34 @@ def test_a_capture_that_begins_beside_a_pause_keeps_its_pool(with_default_pool: 
     )
 
 
+def test_two_threads_allocate_in_a_region_of_torch_memory_saver(version: str) -> None:
+    """torch refuses to route two threads to one pool."""
+    run(
+        version,
+        """
+        from memsaver import regions
+        from torch_memory_saver import torch_memory_saver as saver
+        both, found = threading.Barrier(2), []
+        def load(value):
+            with saver.region("weights", enable_cpu_backup=True):
+                both.wait(60)
+                found.append((full(3, value), value))
+                both.wait(60)
+                found.append((full(3, value), value))
+        threads = [threading.Thread(target=load, args=(value,)) for value in (1, 2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        saver.pause("weights")
+        saver.resume("weights")
+        assert len(found) == 4 and all(holds(*each) for each in found)
+        assert {regions.owning(each.data_ptr()).tag for each, _ in found} == {"tms.weights"}
+        """,
+        preload=True,
+    )
+
+
 def test_a_function_that_process_groups_replace_takes_torchs_arguments(version: str) -> None:
     run(
         version,

@@ -53,7 +53,7 @@ class PreloadRouting:
     def __init__(self) -> None:
         check_allocator()
         self.library = Library.preloaded()
-        self._pools: dict[Region, torch.cuda.MemPool] = {}
+        self._idle: dict[Region, list[torch.cuda.MemPool]] = {}  # torch routes one thread to a pool
         self._lock = threading.Lock()
         self._thread = threading.local()
 
@@ -61,9 +61,16 @@ class PreloadRouting:
     def into(self, settings: Settings) -> Iterator[None]:
         check_allocator()  # code may have changed the setting
         region = saver_regions.by_settings(settings)
-        pool = None if region.device == "cpu" else (region._index, self._pool(region))
-        with self.library.applied(settings), self._routed(pool):
-            yield
+        if region.device == "cpu":
+            with self.library.applied(settings), self._routed(None):
+                yield
+            return
+        pool = self._take(region)
+        try:
+            with self.library.applied(settings), self._routed((region._index, pool)):
+                yield
+        finally:
+            self._idle[region].append(pool)
 
     @contextmanager
     def calls_into(self, settings: Settings) -> Iterator[None]:
@@ -115,14 +122,16 @@ class PreloadRouting:
             self._thread.routed = wanted
             side_pools.make_last(wanted[0])
 
-    def _pool(self, region: Region) -> torch.cuda.MemPool:
+    def _take(self, region: Region) -> torch.cuda.MemPool:
         with self._lock:
-            if region not in self._pools:
-                with torch.cuda.device(region.device):
-                    self._pools[region] = torch.cuda.MemPool()
-                keep_forever(self._pools[region])
-                adapter().adopt_pool(region, self._pools[region].id)
-            return self._pools[region]
+            idle = self._idle.setdefault(region, [])
+            if idle:
+                return idle.pop()
+        with torch.cuda.device(region.device):
+            pool = torch.cuda.MemPool()
+        keep_forever(pool)
+        adapter().adopt_pool(region, pool.id)
+        return pool
 
 
 def set_disk_dir(path: str | os.PathLike[str]) -> None:
