@@ -6,13 +6,16 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
+#include <cstdint>
 #include <string>
 #include <utility>
 
 #include "driver/driver.h"
 #include "regions/core.h"
+#include "regions/eviction.h"
 
 namespace memsaver {
 namespace {
@@ -23,7 +26,8 @@ std::mutex binding;
 thread_local std::string allocation_error;
 thread_local Deadline wait_failed = Deadline::min();  // the end of this thread's last wait that found no memory
 
-constexpr auto kSecondTry = std::chrono::seconds(1);  // after the first one, at most
+constexpr auto kSecondTry = std::chrono::seconds(1);      // after the first one, at most
+constexpr auto kNextTry = std::chrono::milliseconds(10);  // for offered chunks
 
 }  // namespace
 
@@ -79,11 +83,33 @@ void* refuse(ssize_t, int, void*) { return nullptr; }
 void pass_over(void*, ssize_t, int, void*) {}
 
 // Torch has made a context there, so this opens the device quickly.
-Driver& gpu(int ordinal) { return *core().device("cuda:" + std::to_string(ordinal)).driver; }
+Device& gpu(int ordinal) { return core().device("cuda:" + std::to_string(ordinal)); }
+
+// Memory of the driver. Regions give up for it what they give up for their own allocations, but for chunks of a broker.
+Address allocate_beside(Device& device, std::size_t size) {
+  const TorchAllocation under_way;
+  const Deadline until = device.shortage_deadline();
+  for (;;) {
+    const std::uint64_t seen = device.resting.given_back();
+    try {
+      return device.driver->allocate(size);
+    } catch (const DriverError& error) {
+      if (error.code != ChunkUnavailable::kCode || device.pooled) throw;
+      const bool rested = device.resting.reclaim(until, seen);
+      if (device.retained.give_up(static_cast<std::size_t>(-1)) > 0 || rested) continue;
+      const std::size_t free = device.driver->memory().free;
+      const Evicted evicted = device.may_offer()
+                                  ? evict(device, std::max(kPage, size - std::min(size, free)), {}, kNever, true)
+                                  : Evicted::none;
+      if (evicted == Evicted::none || (evicted == Evicted::busy && now() >= until)) throw;
+      if (evicted == Evicted::busy) sleep_for(kNextTry);
+    }
+  }
+}
 
 void* allocate_plain(ssize_t size, int ordinal, void*) {
   try {
-    return reinterpret_cast<void*>(gpu(ordinal).allocate(static_cast<std::size_t>(size)));
+    return reinterpret_cast<void*>(allocate_beside(gpu(ordinal), static_cast<std::size_t>(size)));
   } catch (const std::exception&) {
     return nullptr;
   }
@@ -92,7 +118,7 @@ void* allocate_plain(ssize_t size, int ordinal, void*) {
 void free_plain(void* data, ssize_t, int ordinal, void*) {
   if (data == nullptr || !usable()) return;
   try {
-    gpu(ordinal).free(reinterpret_cast<Address>(data));
+    gpu(ordinal).driver->free(reinterpret_cast<Address>(data));
   } catch (const std::exception&) {
     // The context is dead, and its memory with it.
   }

@@ -98,6 +98,26 @@ def test_pieces_from_before_and_of_a_pause_stay_outside(device: str) -> None:
     assert beside.close() == 0 and segment.close() == 0 and used_bytes(device) == 0
 
 
+def test_memory_beside_a_paused_pool_takes_what_regions_give_up(device: str, tag: str) -> None:
+    """Chunks that are retained, and those that are offered."""
+    points = _core.plain_entry_points()
+    allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(points[0])
+    free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p)(points[1])
+    retained, offered = (memsaver.region(f"{tag}-{each}", device, "host") for each in ("retained", "offered"))
+    segments = [gpus.Segment(region, 256 * MIB, seed) for seed, region in enumerate((retained, offered))]
+    memsaver.configure(retain="256MiB")
+    retained.pause()
+    offered.pause(lazy=True)
+    assert used_bytes(device) == 512 * MIB
+    address = allocate(900 * MIB, gpus.ordinal(device), None)
+    assert address is not None and offered.offered_bytes == 0
+    assert allocate(900 * MIB, gpus.ordinal(device), None) is None, "an error of torch follows"
+    free(address, 900 * MIB, gpus.ordinal(device), None)
+    memsaver.resume([retained.tag, offered.tag])
+    for each in segments:
+        each.check()
+
+
 def leave_and_return(region: memsaver.Region) -> None:
     region.pause()
     region.resume()
