@@ -118,6 +118,11 @@ class RegionPools:
         self._adopted_ids = list(dict.fromkeys([*alive, pool_id]))
 
     @property
+    def is_lent(self) -> bool:
+        """Whether a thread has one of these pools."""
+        return bool(self._lent)
+
+    @property
     def had_graphs(self) -> bool:
         """Whether the graph pool was used."""
         return bool(self._spent or self._graph)
@@ -167,7 +172,7 @@ class RegionPools:
     def cached(self) -> tuple[int, str]:
         """Bytes of free blocks of these pools, and why they stay."""
         nbytes = sum(size for _, size in self.free_blocks())
-        return nbytes, f"a thread is inside region {self.region.tag!r}" if nbytes and self._lent else ""
+        return nbytes, f"a thread is inside region {self.region.tag!r}" if nbytes and self.is_lent else ""
 
 
 _HAS_TRACES = "include_traces" in inspect.signature(torch.cuda.memory_snapshot).parameters

@@ -426,10 +426,13 @@ class Router:
     def forget(self, region: Region) -> bool:
         """Drops the pools of a region that is about to be closed. torch releases their free segments.
 
-        Returns whether the program may allocate from one of them later: it got the pool from ``Region.pool``.
+        Returns whether the program may allocate from one of them later: it got the pool from ``Region.pool``. Raises
+        Error while a thread is inside the region, or leaves it and still has a pool.
         """
         with self._lock:
-            pools = self._pools.pop(region, None)
+            if (pools := self._pools.get(region)) is not None and pools.is_lent:
+                raise Error(f"region {region.tag!r} cannot be closed: a thread is inside it, or leaves it")
+            self._pools.pop(region, None)
         if pools is None:
             return False
         had_graphs = pools.had_graphs

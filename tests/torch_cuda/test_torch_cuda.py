@@ -472,6 +472,52 @@ def test_a_capture_that_begins_beside_a_pause_keeps_its_pool(with_default_pool: 
     )
 
 
+def test_a_region_is_not_closed_while_another_thread_leaves_or_enters_it(version: str) -> None:
+    run(
+        version,
+        """
+        from memsaver._torch.routing import router
+        from memsaver._torch.routes import routes
+        region, end, forget, errors = memsaver.region("w"), routes.end, router.forget, []
+        inside, leave, leaves, go = (threading.Event() for _ in range(4))
+        def use():
+            try:
+                with region:
+                    assert region.owns(torch.empty(MIB, device="cuda").data_ptr())
+                    inside.set(), leave.wait(60)
+                torch.empty(MIB, device="cuda")
+            except BaseException as error:
+                errors.append(error)
+        def ends(*arguments):
+            leaves.set(), go.wait(60)
+            end(*arguments)
+        def refused(text):
+            try:
+                region.close()
+                raise AssertionError("it is closed")
+            except memsaver.Error as error:
+                assert text in str(error), error
+        def enters(region):
+            threads[1].start(), inside.wait(60)
+            return forget(region)
+        threads = [threading.Thread(target=use) for _ in range(2)]
+        threads[0].start(), inside.wait(60)
+        routes.end = ends
+        leave.set(), leaves.wait(60)
+        refused("or leaves it")
+        routes.end = end
+        go.set(), threads[0].join()
+        inside.clear(), leave.clear()
+        router.forget = enters  # after the checks
+        refused("is inside it")
+        router.forget = forget
+        leave.set(), threads[1].join()
+        assert not errors, repr(errors)
+        region.close()
+        """,
+    )
+
+
 def test_two_threads_allocate_in_a_region_of_torch_memory_saver(version: str) -> None:
     """torch refuses to route two threads to one pool."""
     run(
