@@ -139,7 +139,7 @@ class Router:
                 f"region {region.tag!r} was entered during an await, so other coroutines may have allocated in it: "
                 "expected a with statement without await, such as one in a function that the coroutine calls"
             )
-        if not isinstance(error, torch.OutOfMemoryError):
+        if not isinstance(error, torch.OutOfMemoryError) or not _first_of(error, [region.device]):
             return
         if reason:
             error.add_note(reason)
@@ -157,6 +157,9 @@ class Router:
             self._push(entry)
             self.refresh()
             yield
+        except torch.OutOfMemoryError as error:
+            _first_of(error, [each.device for each in self.thread.regions])
+            raise
         finally:
             self._leave(entry)
 
@@ -476,6 +479,14 @@ class Router:
         keep_forever(graph)
         with self._lock:
             self._of(region).replace_graph()
+
+
+def _first_of(error: BaseException, devices: Sequence[str]) -> bool:
+    """Whether an error comes from the innermost with statement for a device: the outer ones have not caused it."""
+    left = error.__dict__.setdefault("_memsaver_left", set())
+    is_first = left.isdisjoint(devices)
+    left.update(devices)
+    return is_first
 
 
 def _thread(ident: int) -> str:

@@ -472,6 +472,30 @@ def test_a_capture_that_begins_beside_a_pause_keeps_its_pool(with_default_pool: 
     )
 
 
+def test_an_allocation_outside_of_a_paused_region_is_out_of_memory(version: str) -> None:
+    """The innermost with statement tells why an allocation has failed."""
+    run(
+        version,
+        """
+        import contextlib
+        trainer, engine = memsaver.region("trainer"), memsaver.region("engine")
+        for inner, expected in (
+            (engine, torch.OutOfMemoryError),
+            (memsaver.outside(), torch.OutOfMemoryError),
+            (contextlib.nullcontext(), memsaver.RegionPausedError),
+        ):
+            try:
+                with trainer, inner:
+                    trainer.pause()
+                    torch.empty(1 << 40, device="cuda")
+                raise AssertionError("no error")
+            except (torch.OutOfMemoryError, memsaver.RegionPausedError) as error:
+                assert type(error) is expected, repr(error)
+            trainer.resume()
+        """,
+    )
+
+
 def test_a_region_is_not_closed_while_another_thread_leaves_or_enters_it(version: str) -> None:
     run(
         version,
