@@ -11,7 +11,7 @@ from memsaver.errors import BackupError, Error, RegionPausedError
 from memsaver.transitions import Transition
 from memsaver.turns.members import Ready
 from memsaver.turns.plan import Plan, TurnOptions
-from memsaver.turns.ranks import Answers, Call, Calls, Crew, Rank
+from memsaver.turns.ranks import Answers, Call, Calls, Crew, Rank, unanswered
 
 _UNDO_S = 10.0  # bound of the calls that take preparations back
 Failure = tuple[Rank, Exception, str]  # and the verb of its call
@@ -214,11 +214,12 @@ class RunningTurn:
         values = {**self._options.values, "backup": {}}
         again = replace(self._options, since=time.monotonic(), values=values)
         calls: dict[Rank, Call] = {}
+        silent = unanswered(resumed.errors)
         for rank, result in {**resumed.results, **resumed.errors}.items():
-            if isinstance(result, (Transition, Error)) and type(result) is not Error:
-                tags = list(result.resumed)
-            else:  # of a derived class, which may have failed after the resume, or returns something else
-                tags = ready[rank]._resumes(self._parts[rank].resident)
+            tags = list(result.resumed) if isinstance(result, (Transition, Error)) else []
+            if not isinstance(result, Transition) and rank not in silent:
+                # An override of resume() may fail after its regions have come, or return something else.
+                tags = list(dict.fromkeys([*tags, *ready[rank]._resumes(self._parts[rank].resident)]))
             if tags:
                 unrestored = {tag: "none" for tag in tags if not again.restores(rank.role, tag)}
                 calls[rank] = Call("pause", (tags,), {**again.of_pauses(rank.role, tags), "backup": unrestored or None})

@@ -47,6 +47,8 @@ class Side(Colocated):
         done = super().resume(tags, restore=restore, **bounds)
         if self.fails == "rebuild":
             raise OSError("not now")
+        if self.fails == "own call":
+            raise memsaver.BackupError("not now", needed_bytes=1, held_bytes=0)
         return done if self.fails != "return" else None
 
     def colocated_drain(self, tags: Any) -> None:
@@ -187,12 +189,12 @@ def test_regions_resumed_for_writing_are_paused_without_contents_if_the_turn_fai
 def test_a_member_whose_override_of_resume_fails_pauses_again_what_it_has_resumed(make: Make) -> None:
     """So the next turn brings the tags back anew, and the override can do its work for them."""
     pair = Pair(make)
-    for fails, other in (("rebuild", ""), ("return", "resume")):
+    for fails, other in (("rebuild", ""), ("own call", ""), ("return", "resume")):
         for before, weights in (("rollout", "active"), ("none", "paused")):
             pair.engine.fails = pair.trainer.fails = ""
             pair.enter(before)
             pair.engine.fails, pair.trainer.fails = fails, other
-            pair.refuses("sync", "could not resume .*: OSError: not now")
+            pair.refuses("sync", "could not resume .*: (OSError|BackupError): not now")
             assert pair.states == [weights, "paused", "paused"]  # what was resident before stays
     pair.engine.fails = pair.trainer.fails = ""
     pair.enter("sync")
@@ -368,7 +370,7 @@ def test_regions_after_random_turns_with_failures_are_as_a_model_says(make: Make
         leaving = named - coming - lingering
         backup, restore = some(leaving | lingering, "none"), some(coming, False)
         dropped, unrestored = ({tag for each in given.values() for tag in each} for given in (backup, restore))
-        role, fails = chance.choice(list(sides)), chance.choice(["", "", "drain", "resume", "rebuild"])
+        role, fails = chance.choice(list(sides)), chance.choice(["", "", "drain", "resume", "rebuild", "own call"])
         sides[role].fails = fails
         said = f"seed {seed}, turn {number} to {name!r}, {role} fails: {fails!r}, {backup}, {restore}"
         text = ""
