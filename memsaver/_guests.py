@@ -25,7 +25,8 @@ class Guest:
 
     Derived classes override ``leave()`` and ``come_back()``, and ``prepare()`` and ``nbytes`` if they can. The library
     calls one guest at a time, in the thread of the transition. These methods must not start a transition of tags of
-    guests, and before its commit none of tags that move in the transition under way: that raises memsaver.Error.
+    guests. ``prepare()`` and ``leave()`` must not start one of tags that move in the transition under way. Both raise
+    memsaver.Error.
 
     Args:
         name: The name in errors and in ``memsaver.stats()``.

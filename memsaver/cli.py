@@ -34,7 +34,7 @@ _WIDEST_NAME = 40  # characters of a process in the table of `top`
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit status: 0, or 1 with a message on stderr. Exits with 2 on wrong usage.
 
-    That of `doctor` has its findings. 130: it was interrupted.
+    That of `doctor` depends on its findings. 130: Ctrl-C has ended the command.
     """
     if isinstance(sys.stdout, TextIOWrapper):  # names may have letters that the encoding of a terminal lacks
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -453,7 +453,7 @@ def _table(account: ledger.Ledger, clients: list[dict[str, Any]], total: int) ->
     parts: dict[tuple[int | None, str], list[tuple[str, str]]] = {}
     any_waits = any(client["waiting"] for client in clients)
     labels = {(row.pid, row.label) for row in account.rows if row.kind == "region"}
-    joined = {row.pid for row in account.rows if row.kind == "other"}  # their smallest regions have one row
+    joined = {row.pid for row in account.rows if row.kind == "other"}  # one row for all of their smallest regions
     shown = set()
     for client in clients:
         part = parts[client["pid"], client["name"]] = [(_notes(client, any_waits), "")]

@@ -71,7 +71,7 @@ class MemberRank(Rank):
     def failure(self, error: Exception) -> Exception:
         """The error of the method that a call has raised."""
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
-        # That of an actor which the method called and which has died would be taken for one of this rank's own.
+        # The death of another actor, which the method has called, would be taken for that of this rank.
         return cause if isinstance(cause, Exception) and not isinstance(cause, _DEATHS) else error
 
     def is_lost(self, error: Exception) -> bool:
