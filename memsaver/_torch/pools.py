@@ -114,8 +114,9 @@ class RegionPools:
 
     def adopt(self, pool_id: tuple[int, int]) -> None:
         """Counts the free blocks of another pool, whose segments torch takes by cudaMalloc, as free."""
-        alive = [each for each in self._adopted_ids if each in (DEFAULT_POOL, pool_id) or snapshot(each)]
-        self._adopted_ids = list(dict.fromkeys([*alive, pool_id]))
+        if pool_id not in self._adopted_ids:
+            alive = [each for each in self._adopted_ids if each == DEFAULT_POOL or snapshot(each)]
+            self._adopted_ids = [*alive, pool_id]
 
     @property
     def is_lent(self) -> bool:

@@ -565,6 +565,9 @@ def test_two_threads_allocate_in_a_region_of_torch_memory_saver(version: str) ->
         saver.resume("weights")
         assert len(found) == 4 and all(holds(*each) for each in found)
         assert {regions.owning(each.data_ptr()).tag for each, _ in found} == {"tms.weights"}
+        found.clear()
+        saver.pause("weights")
+        assert memsaver.history()[-1].copied_bytes == 0, "free blocks of a pool were copied"
         """,
         preload=True,
     )

@@ -71,6 +71,7 @@ class PreloadRouting:
                 yield
         finally:
             self._idle[region].append(pool)
+            adapter().adopt_pool(region, pool.id)  # again: one without segments counted as gone when others came
 
     @contextmanager
     def calls_into(self, settings: Settings) -> Iterator[None]:
