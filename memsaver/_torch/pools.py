@@ -229,7 +229,8 @@ def used_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
 def free_blocks(pool_id: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """(address, bytes) of the free blocks of a pool.
 
-    Those that wait for another stream (``Tensor.record_stream``) included: who needs the memory waits for the device.
+    Includes those that wait for another stream (``Tensor.record_stream``). A caller that needs the memory waits for the
+    device.
     """
     for segment in snapshot(pool_id):
         if pool_id == DEFAULT_POOL and tuple(segment["segment_pool_id"]) != DEFAULT_POOL:
