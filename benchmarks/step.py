@@ -29,11 +29,8 @@ WAYS = {
     "memsaver, lazy": (),
     "memsaver, late": ("--late",),
     "memsaver, vLLM": ("--engine", "vllm"),
-    "driver": ("--memory", "driver"),
-    "torch_memory_saver": ("--memory", "torch_memory_saver"),
-    "to-cpu": ("--memory", "to-cpu"),
+    **{each: ("--memory", each) for each in ("driver", "torch_memory_saver", "to-cpu", "resident")},
     "to-cpu, vLLM": ("--memory", "to-cpu", "--engine", "vllm"),
-    "resident": ("--memory", "resident"),
 }
 VARIABLES = {"memsaver, lazy": {"MEMSAVER_LAZY": "1"}}
 CHECK = "away"  # a turn that only the checks of the example need

@@ -14,12 +14,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import memsaver
 from examples.colocate.engine.decoder import Decoder
 from examples.colocate.model import EngineWeights, ModelConfig, checksums, parameter_shapes, weight_layout
 from examples.colocate.process_group import join
 from examples.colocate.trainer.trainer import Trainer
 from examples.colocate.trainer.weights import WeightWriter
-from examples.colocate.vllm_engine import _places
+from examples.colocate.vllm_engine import Asleep, VllmEngine, _places
 from tests.examples.trainer_support import MODEL, PLAIN, samples, weights
 
 MODELS = {
@@ -153,3 +154,13 @@ def test_each_weight_has_its_rows_in_the_fused_parameters_of_vllm(model: ModelCo
             other[name] = torch.nn.Parameter(torch.cat((other[name], other[name])))
         with pytest.raises(ValueError, match=f"{name}.*{text}"):
             _places(SimpleNamespace(named_parameters=other.items), layout)  # type: ignore[arg-type]
+
+
+def test_vllms_own_sleep_mode_follows_the_pauses_of_its_tags() -> None:
+    said = list[Any]()
+    llm = SimpleNamespace(sleep=lambda level: said.append(level), wake_up=said.append)
+    guests = [Asleep(llm, tag.removeprefix("vllm.")) for tag in VllmEngine.tags]
+    memsaver.pause(VllmEngine.tags)
+    for each in guests:
+        memsaver.resume(each.tags)
+    assert said == [1, ["weights"], ["kv_cache"]]
