@@ -12,7 +12,6 @@ constexpr std::size_t kAlignment = 512;  // the alignment of torch's own allocat
 constexpr std::size_t kLeastRange = std::size_t{1} << 30;
 constexpr int kTries = 8;                                   // of an allocation, if other threads change its layout
 constexpr std::size_t kNoneAllowed = std::size_t{1} << 61;  // exceeds every allowance, so that no chunk has slack
-constexpr auto kNextWait = std::chrono::milliseconds(10);   // for memory
 
 }  // namespace
 
@@ -74,15 +73,11 @@ std::vector<Chunk> Region::take(const Needs& needs, Deadline deadline, WaitFor w
 
 void Region::find_more(std::size_t wanted, std::size_t needed, Deadline shortage, Deadline memory, Deadline began,
                        std::uint64_t seen, WaitFor& wait) {
-  Evicted evicted = Evicted::none;
   if (device.resting.reclaim(shortage, seen)) {
     device.source().settle();
     return;
   }
-  if (!device.pooled && device.may_offer()) {  // a broker asks for offered chunks by itself
-    const std::size_t free = device.source().look().free;
-    evicted = evict(device, std::max(kPage, needed - std::min(needed, free)), {}, kNever, true);
-  }
+  const Evicted evicted = evict_for(device, needed);
   if (evicted == Evicted::some) return;
   if (evicted == Evicted::busy && now() < shortage) {
     sleep_for(kNextWait);

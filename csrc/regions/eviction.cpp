@@ -242,6 +242,12 @@ Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const 
   return result;
 }
 
+Evicted evict_for(Device& device, std::size_t needed) {
+  if (device.pooled || !device.may_offer()) return Evicted::none;
+  const std::size_t free = device.source().look().free;
+  return evict(device, std::max(kPage, needed - std::min(needed, free)), {}, kNever, true);
+}
+
 Evicted copy_ahead(Device& device) {
   Evicted result = Evicted::none;
   std::unique_lock only(device.evictions, std::try_to_lock);

@@ -2,6 +2,7 @@
 // returns to its source as soon as its copy has arrived. A chunk whose contents cannot be copied stays offered.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <exception>
 #include <functional>
@@ -28,6 +29,12 @@ enum class Evicted { none, some, busy };
 // library.
 Evicted evict(Device& device, std::size_t bytes, const std::function<bool(const Region&)>& spares, Deadline deadline,
               bool looks);
+
+// Evicts what an allocation of `needed` bytes lacks. None in a shared pool, whose broker asks for offered chunks by
+// itself.
+Evicted evict_for(Device& device, std::size_t needed);
+
+constexpr auto kNextWait = std::chrono::milliseconds(10);  // between two tries of an allocation
 
 // Copies a batch of contents ahead of a demand, unless a demand or a transfer copies, or a transition has the region.
 // The chunks stay offered. The copies of a region end when none are left, or one has failed.

@@ -6,7 +6,6 @@
 
 #include <sys/types.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
@@ -26,8 +25,7 @@ std::mutex binding;
 thread_local std::string allocation_error;
 thread_local Deadline wait_failed = Deadline::min();  // the end of this thread's last wait that found no memory
 
-constexpr auto kSecondTry = std::chrono::seconds(1);      // after the first one, at most
-constexpr auto kNextTry = std::chrono::milliseconds(10);  // for offered chunks
+constexpr auto kSecondTry = std::chrono::seconds(1);  // after the first one, at most
 
 }  // namespace
 
@@ -85,7 +83,8 @@ void pass_over(void*, ssize_t, int, void*) {}
 // Torch has made a context there, so this opens the device quickly.
 Device& gpu(int ordinal) { return core().device("cuda:" + std::to_string(ordinal)); }
 
-// Memory of the driver. Regions give up for it what they give up for their own allocations, but for chunks of a broker.
+// Allocates memory of the driver. In a shortage it takes resting, retained and offered chunks of the regions, as an
+// allocation in a region does. It takes no chunks of a broker.
 Address allocate_beside(Device& device, std::size_t size) {
   const TorchAllocation under_way;
   const Deadline until = device.shortage_deadline();
@@ -97,12 +96,9 @@ Address allocate_beside(Device& device, std::size_t size) {
       if (error.code != ChunkUnavailable::kCode || device.pooled) throw;
       const bool rested = device.resting.reclaim(until, seen);
       if (device.retained.give_up(static_cast<std::size_t>(-1)) > 0 || rested) continue;
-      const std::size_t free = device.driver->memory().free;
-      const Evicted evicted = device.may_offer()
-                                  ? evict(device, std::max(kPage, size - std::min(size, free)), {}, kNever, true)
-                                  : Evicted::none;
+      const Evicted evicted = evict_for(device, size);
       if (evicted == Evicted::none || (evicted == Evicted::busy && now() >= until)) throw;
-      if (evicted == Evicted::busy) sleep_for(kNextTry);
+      if (evicted == Evicted::busy) sleep_for(kNextWait);
     }
   }
 }
