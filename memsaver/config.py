@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from memsaver import _adapter, _core, _moves, trace
 from memsaver.broker import pool_client
-from memsaver.errors import ConfigError, Error, gib
+from memsaver.errors import ConfigError, Error, gib, is_utf8
 from memsaver.policies import seconds
 
 _UNITS = {"": 1, "b": 1} | {
@@ -119,7 +119,7 @@ def _disk_dir(value: Any, option: str) -> str:
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK):
         missing = "" if not path or os.path.exists(path) else "; it does not exist"
         raise _wrong(option, value, f"a directory that can be written to{missing}")
-    if path.encode(errors="replace").decode() != path:  # the core has its texts in UTF-8
+    if not is_utf8(path):
         raise _wrong(option, value, "a path in UTF-8")
     return path
 

@@ -319,6 +319,11 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB else f"{nbytes / (1 << 20):.1f} MiB"
 
 
+def is_utf8(path: str) -> bool:
+    """Whether the core, whose texts are UTF-8, can open a path. Python reads other bytes of paths as surrogates."""
+    return path.encode(errors="replace").decode() == path
+
+
 def checked(text: str) -> str:
     """The text of an error whose cause a check of ``memsaver doctor`` looks for."""
     return f"{text}\n{CHECKED}"

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from memsaver.broker import protocol
-from memsaver.errors import BrokerError, ConfigError, checked
+from memsaver.errors import BrokerError, ConfigError, checked, is_utf8
 
 _LONGEST_PATH = 107  # bytes in the address of a Unix socket
 _POLL_S = 0.01
@@ -40,11 +40,10 @@ def root() -> Path:
     """The directory of the sockets without a job: ``MEMSAVER_POOL_DIR``, else one in /tmp.
 
     Creates it if it does not exist. Raises ConfigError if another user could create a socket in it, or if the variable
-    has a relative path: processes in different directories would start a broker each, and each would lend all. The core
-    has its texts in UTF-8.
+    has a relative path: processes in different directories would start a broker each, and each would lend all.
     """
     named = os.environ.get(_VARIABLE)
-    if named and not (os.path.isabs(named) and named.encode(errors="replace").decode() == named):
+    if named and not (os.path.isabs(named) and is_utf8(named)):
         text = f"{_VARIABLE} is {named!r}, expected an absolute path in UTF-8"
         raise ConfigError(text, option="pool_dir", value=named)
     return _own(Path(os.path.abspath(named or f"/tmp/memsaver-{os.getuid()}")))
