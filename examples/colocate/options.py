@@ -86,8 +86,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Recipe, Task]:
     savers = ("memsaver", "driver", "to-cpu")
     fits_vllm = found.device == "cuda" and found.model and found.memory in savers and found.engine_ranks == 1
     if found.engine == "vllm" and (not fits_vllm or found.checkpoint_dir):
-        needs = f"--device cuda and --model, one rank of each engine, no --checkpoint-dir, and --memory {savers}"
-        parser.error(f"--engine is 'vllm'; expected it with {needs}")
+        needs = "--device cuda and --model, one rank of each engine, no --checkpoint-dir"
+        parser.error(f"--engine is 'vllm'; expected it with {needs}, and --memory {', '.join(savers)}")
     if found.max_new_tokens and not found.model:
         parser.error("--max-new-tokens needs --model: completions of arithmetic have as many as their sums")
     if found.late and not found.in_regions:

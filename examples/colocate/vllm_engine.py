@@ -23,13 +23,13 @@ _METRICS = {"vllm:prefix_cache_hits": "prefix_hit_tokens", "vllm:num_preemptions
 
 
 class Asleep(memsaver.Guest):
-    """vLLM's own sleep mode, level 1: one of its two tags. A call of vLLM puts both to sleep."""
+    """One of the two tags of vLLM's own sleep mode, level 1. One call of vLLM puts both tags to sleep."""
 
     keeps_addresses = True
 
     def __init__(self, llm: Any, tag: str) -> None:
-        super().__init__(f"vllm.{tag}", f"vllm.{tag}")
-        self._llm, self._tag = llm, tag
+        super().__init__(tag, tag)
+        self._llm, self._tag = llm, tag.removeprefix("vllm.")
         memsaver.register(self)
 
     def leave(self) -> None:
@@ -80,7 +80,8 @@ class VllmEngine:
         (self._model,) = self._llm.apply_model(lambda model: model)
         self._constants = {name: each.clone() for name, each in self._model.named_buffers()}
         self._parameters, self._padding = _places(self._model, self.weight_layout)
-        self._guests = () if drop_in else tuple(Asleep(self._llm, tag) for tag in ("weights", "kv_cache"))
+        for tag in () if drop_in else self.tags:
+            Asleep(self._llm, tag)
 
     def generate(self, prompts: list[list[int]], sampling: SamplingParams) -> list[Completion]:
         """Complete prompts of token ids, in their order."""

@@ -159,7 +159,7 @@ def test_each_weight_has_its_rows_in_the_fused_parameters_of_vllm(model: ModelCo
 def test_vllms_own_sleep_mode_follows_the_pauses_of_its_tags() -> None:
     said = list[Any]()
     llm = SimpleNamespace(sleep=lambda level: said.append(level), wake_up=said.append)
-    guests = [Asleep(llm, tag.removeprefix("vllm.")) for tag in VllmEngine.tags]
+    guests = [Asleep(llm, tag) for tag in VllmEngine.tags]
     memsaver.pause(VllmEngine.tags)
     for each in guests:
         memsaver.resume(each.tags)

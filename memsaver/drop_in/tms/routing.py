@@ -53,7 +53,7 @@ class PreloadRouting:
     def __init__(self) -> None:
         check_allocator()
         self.library = Library.preloaded()
-        self._idle: dict[Region, list[torch.cuda.MemPool]] = {}  # torch routes one thread to a pool
+        self._idle: dict[Region, list[torch.cuda.MemPool]] = {}  # that no thread has: torch routes one thread to each
         self._lock = threading.Lock()
         self._thread = threading.local()
 
@@ -61,17 +61,15 @@ class PreloadRouting:
     def into(self, settings: Settings) -> Iterator[None]:
         check_allocator()  # code may have changed the setting
         region = saver_regions.by_settings(settings)
-        if region.device == "cpu":
-            with self.library.applied(settings), self._routed(None):
-                yield
-            return
-        pool = self._take(region)
+        pool = None if region.device == "cpu" else self._take(region)
         try:
-            with self.library.applied(settings), self._routed((region._index, pool)):
+            with self.library.applied(settings), self._routed(None if pool is None else (region._index, pool)):
                 yield
         finally:
-            self._idle[region].append(pool)
-            adapter().adopt_pool(region, pool.id)  # again: one without segments counted as gone when others came
+            if pool is not None:
+                self._idle[region].append(pool)
+                # Without segments it was forgotten if the region has adopted another pool meanwhile.
+                adapter().adopt_pool(region, pool.id)
 
     @contextmanager
     def calls_into(self, settings: Settings) -> Iterator[None]:
