@@ -114,7 +114,7 @@ _numbers = itertools.count(1)
 _movers: list[Moves] = []
 _SHORTEST_S, _LONGEST_S = 0.0005, 0.05  # between looks at it
 
-_calling = threading.local()  # ``tags``: in a method of a guest, those that move and for which it would wait
+_calling = threading.local()  # ``tags``: during a method of a guest, tags whose transition would wait for the method
 
 
 def register(guest: Guest) -> None:
@@ -220,7 +220,7 @@ class Moves:
         until: float | None = None,
     ) -> None:
         self._resuming, self._enter, self._settled, self._until = resuming, enter, settled, until
-        self._moving: Set[str] = resuming  # and the tags that pause
+        self._moving: Set[str] = resuming  # from prepare() on also the tags that pause
         self.paused: set[str] = set()  # of the tags that the transition pauses, those of guests that left
         self.resumed: set[str] = set()  # of the tags that it resumes, those of guests that came back
         self.seconds = 0.0  # the time that guests took
@@ -322,7 +322,7 @@ class Moves:
             try:
                 _calling.tags = frozenset() if stage == "come back" else self._moving
                 method()
-            finally:  # no interrupt comes between the call and its end
+            finally:  # also after an interrupt
                 _calling.tags = None
         except Exception as error:
             text = f"guest {each.guest.name!r} could not {stage}: {type(error).__name__}: {error}"

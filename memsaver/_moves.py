@@ -61,7 +61,7 @@ class Move:
     prepared, and guests that come back may need the other ranks.
     """
 
-    core: Any = None  # None: it is being made, or that was interrupted
+    core: Any = None  # None: the constructor has not set it yet, or was interrupted
 
     def __init__(
         self,

@@ -215,7 +215,8 @@ std::size_t CommonMemory::leave() noexcept {
     if (arena_.unmap_file(extent)) released += extent.size;
   mapped_ = 0;
   ::munmap(std::exchange(head_, nullptr), kTable);
-  lock_.reset();  // drops the locks, before the memory goes, which may take long: others open the memory of a member
+  // Other processes open the memory of a process that has a lock here. The release of the memory may take long.
+  lock_.reset();
   memory_.reset();
   arena_.unreserve(std::exchange(reserved_, 0));
   return released;

@@ -134,7 +134,7 @@ std::size_t host_memory_left(bool nodes_with_cpus_alone, const std::string& proc
   const auto available = number_after(info, "MemAvailable:"), total = number_after(info, "MemTotal:");
   std::size_t left = available && total ? left_of(*available * kKiB, *total * kKiB) : kNoLimit;
   if (nodes_with_cpus_alone) left = left_on_nodes(nodes_with_cpus(), available ? *available * kKiB : kNoLimit, root);
-  // The first version has a line for each controller: with the long paths of containers more than a page.
+  // In version 1 the file has a line for each controller. With the long paths of containers it exceeds a page.
   const std::string groups = read_text(root + "/proc/" + process + "/cgroup", kNoLimit).value_or("");
   for (const Version& version : {kSecond, kFirst}) {
     const auto own = cgroup_path(groups, version);

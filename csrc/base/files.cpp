@@ -72,7 +72,7 @@ ScratchFile::ScratchFile(const std::string& in_directory) : directory(in_directo
 
 void ScratchFile::reserve(std::size_t size) {
   if (size <= size_) return;
-  // Where the file system lacks the call, the C library writes single bytes, which O_DIRECT forbids.
+  // On a file system without fallocate() the C library writes single bytes. O_DIRECT forbids that.
   ::fcntl(file_.get(), F_SETFL, 0);
   int error = 0;
   do error = file_calls().posix_fallocate(file_.get(), 0, static_cast<off_t>(size));

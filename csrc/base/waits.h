@@ -14,11 +14,11 @@
 
 namespace memsaver {
 
-// Set when the interpreter exits: all waits end. Before that it waits for the threads of background transitions: their
-// waits end at `background_ends`.
+// Set when the interpreter exits: all waits end. The interpreter waits for the threads of background transitions before
+// it is set: the waits of these threads end at `background_ends`.
 extern std::atomic<bool> interpreter_exits;
 extern std::atomic<Deadline> background_ends;
-extern thread_local bool is_background;  // of such a thread
+extern thread_local bool is_background;  // whether this is the thread of a background transition
 bool waiting_is_over();
 
 // Called by waiting threads every kBetweenLooks, with no lock held. An exception in it ends the wait: Ctrl-C in Python.

@@ -43,9 +43,9 @@ std::size_t release_host_memory() {
 
 constexpr auto kEnd = std::chrono::seconds(4);
 
-// The interpreter waits for the threads of background transitions before it calls stop_background(). Their waits may
-// have no bound, as one for the device behind a kernel that does not end. So they get one here. Other threads go on: a
-// program may work in them after its main thread has ended.
+// The interpreter waits for the threads of background transitions before it calls stop_background(). A wait of such a
+// thread may have no bound, for instance behind a kernel that does not end. This call bounds these waits. Waits of
+// other threads go on: a program may work in them after its main thread has ended.
 void bound_waits() { background_ends = now() + kEnd; }
 
 // Called before the interpreter ends. A thread should not be in a driver call when the driver is unloaded, and a thread

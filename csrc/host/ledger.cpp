@@ -140,7 +140,7 @@ Ledger::Ledger(std::size_t capacity)
     tables().paths[file_] = path;
   }
   const std::size_t size = sizeof(Header) + entry_count_ * sizeof(Entry);
-  // With its space: on a full file system a write to the mapping would end the process.
+  // Reserves the space: on a full file system a write to the mapping would end the process.
   while (static_cast<std::size_t>(status_of(file_).st_size) < size) {
     errno = ::posix_fallocate(file_, 0, static_cast<off_t>(size));
     if (errno != 0 && errno != EINTR) refuse_by_errno("posix_fallocate");

@@ -146,7 +146,7 @@ class DefaultPools:
                     if region.state not in ("active", "pausing") or side_pools.has_begun(index):
                         continue
                     empty_cache()  # free blocks would leave and come back
-                    with side_pools.lock:  # its pool would come before that of a region which a thread enters
+                    with side_pools.lock:  # no thread enters a region meanwhile: this pool would take its allocations
                         adapter().check_pausable([region], threading.get_ident())
                         begun = side_pools.begin(index, plain_allocator())
                     if not begun:

@@ -159,7 +159,7 @@ def graph(
         each.check_active("be used by a capture")
     pool: Any = adapter().pool(home).id
     device = torch.device(home.device)
-    if stream is None:  # torch makes one for all devices, and a capture takes place on that of its stream
+    if stream is None:  # torch has one stream for captures on all devices, and captures on the stream's device
         stream = _stream(device)
     elif stream.device != device:
         raise ValueError(f"stream is on {stream.device}, expected one on {home.device}, the device of {home.tag!r}")

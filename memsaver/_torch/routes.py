@@ -83,7 +83,7 @@ class SidePools:
 
     def __init__(self) -> None:
         atexit.register(self._end_all)
-        self.lock = threading.RLock()  # the router's too: no thread enters a region meanwhile
+        self.lock = threading.RLock()  # also the router's: no thread enters a region while another one holds it
         self._begun: dict[int, tuple[Any, Any]] = {}  # each pool and its allocator, by the number of the device
         self.ids: dict[int, list[tuple[int, int]]] = {}  # of pools with segments, by the number of the device
         # Called with the number of a device when a pool began there that comes before those that the thread is in.

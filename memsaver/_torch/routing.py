@@ -403,7 +403,7 @@ class Router:
         with self._lock:
             regions = [each for each in self._pools if each.device == device and each.state == "active"]
         if not _core.capturing():
-            with self._lock:  # the next pool would come before that of a region
+            with self._lock:  # no thread enters a region meanwhile: the next pool would take its allocations
                 if not any(held.device == device for inside in self._inside.values() for held in inside.regions):
                     side_pools.return_free_blocks(torch.device(device).index)
             self.trim(regions)

@@ -127,9 +127,9 @@ def _tail(log: Path, began: int) -> str:
 
 
 def _folders() -> Iterator[str]:
-    """Those of ``sys.path``."""
+    """The absolute paths of ``sys.path``, without a working directory that was removed."""
     for each in sys.path:
-        with suppress(FileNotFoundError):  # the working directory was removed
+        with suppress(FileNotFoundError):
             yield os.path.abspath(each)
 
 

@@ -227,7 +227,7 @@ class ProcessMonitor:
         is_known = any(number == pid and not procfs.has_exited(known) for known, number in process.children.items())
         try:
             now = procfs.read(pid)
-        except OSError:  # such as for lack of descriptors, of which this is the last one
+        except OSError:  # for instance because `file` has the last free descriptor
             os.close(file)
             raise
         if now is None or start not in (None, now.start) or is_known or procfs.has_exited(file):

@@ -61,7 +61,7 @@ class Status:
 def read(pid: int) -> Status | None:
     """Reads the status of a process. None: there is none. A zombie has a status, and may have running threads."""
     try:
-        with open(f"{ROOT}/{pid}/stat", errors="replace") as file:  # of the name, which is any bytes
+        with open(f"{ROOT}/{pid}/stat", errors="replace") as file:  # the name of a process may be no UTF-8
             fields = file.read().rpartition(")")[2].split()
     except _GONE:
         return None

@@ -47,7 +47,7 @@ def loads(text: str) -> Any:
 def _packed(value: Any) -> Any:
     kind = type(value).__name__
     for base in (Transition, Ready):
-        if isinstance(value, base):  # of a derived class: the fields that all processes know
+        if isinstance(value, base):  # a derived class has other fields, which other processes may not know
             return {"class": base.__name__, "fields": {each.name: getattr(value, each.name) for each in fields(base)}}
     if not isinstance(value, BaseException):
         return repr(value)

@@ -28,7 +28,8 @@ class ReopeningGroup(ProcessGroup):
         self._connections: ProcessGroup | None = connections
         self._name, self._description = name, description
         self._backend_name = str(connections.name())
-        # Those with references, by id. Other threads add some in any line: valuerefs() is one operation.
+        # Objects with references, by id. pending() reads them by valuerefs(), which no other thread can interrupt:
+        # collectives of other threads add objects.
         self._works: weakref.WeakValueDictionary[int, Work] = weakref.WeakValueDictionary()
 
     @property

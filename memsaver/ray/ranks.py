@@ -35,7 +35,7 @@ _LOST_S = 5.0  # once a rank has died, the others have this long to answer: they
 _LATE_S = 1.0  # at the begin of a turn, for answers to calls of an earlier one
 _RESTART_S = 60.0  # the calls of a rank may be refused for this long while it restarts
 _POLL_S = 0.05
-# The calls of an actor that Ray's memory monitor has killed for good raise the second one, no RayActorError.
+# Ray raises OutOfMemoryError, and no RayActorError, for calls of an actor that its memory monitor has killed for good.
 _DEATHS = (RayActorError, OutOfMemoryError)
 
 Reporting = Callable[[str, Sequence[Any]], TurnReport]
@@ -62,7 +62,7 @@ class MemberRank(Rank):
     def submit(self, call: Call) -> Future[Any]:
         """Starts a call. Raises if it cannot be started."""
         if self.is_actor:
-            # Ray would make the call again after a restart, and no turn would learn of it.
+            # With retries, Ray repeats a call on a restarted actor, and raises no error.
             once = getattr(self.member, call.method).options(max_task_retries=0, retry_exceptions=False)
             future: Future[Any] = once.remote(*call.args, **call.options).future()
             return future
@@ -71,7 +71,7 @@ class MemberRank(Rank):
     def failure(self, error: Exception) -> Exception:
         """The error of the method that a call has raised."""
         cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
-        # The death of another actor, which the method has called, would be taken for that of this rank.
+        # This cause is the death of another actor, which the method has called. is_lost() would take it for its own.
         return cause if isinstance(cause, Exception) and not isinstance(cause, _DEATHS) else error
 
     def is_lost(self, error: Exception) -> bool:
@@ -124,8 +124,8 @@ class Caller:
             raise Error(text, phase=phase, role=first.role, rank=first.index) from no_answer(_LATE_S)
         starting = [rank for rank in self.ranks if rank.is_actor and (rank.is_new or rank in self._lost)]
         self._start_actors(starting, options)
-        self._lost.clear()  # here: a rank that restarts has refused calls of its start
-        return unwritten  # also of ranks that seemed to have died: the answer of one that lives may be lost
+        self._lost.clear()  # after the start: a rank that restarts refuses its first calls, which adds it again
+        return unwritten  # of lost ranks too: a rank whose answer was lost still runs
 
     def _start_actors(self, starting: list[MemberRank], options: TurnOptions) -> None:
         """Waits, within a bound, until actors have started. Calls of the turn report those that have not."""
@@ -158,9 +158,10 @@ class Caller:
         hanging = set(self.late.values())
         futures, refused = self._start(calls)
         for lost in [each for each in futures if each in self._lost]:
-            # Such a rank lives if an answer was lost. If it has died, nobody waits for its restart, or for the error.
+            # A lost rank may still run: perhaps only its answer was lost. So the call is made, without a wait for its
+            # answer: a dead rank answers after its restart alone.
             del self.late[futures.pop(lost)]
-        # The answer of a rank that hangs comes after the calls that hang.
+        # A rank that hangs answers its calls in their order: there is no wait for its answer either.
         futures = {rank: future for rank, future in futures.items() if rank not in hanging}
         for rank, error in self._collect(futures, refused, until).errors.items():
             log.warning("%s could not end %s() after a failed turn: %s", rank, calls[rank].method, error)

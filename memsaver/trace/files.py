@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from memsaver.errors import Error
 
 Event = dict[str, Any]
-_BEGIN = '{"ph":'  # of a line. In a name the quotes have backslashes
+_BEGIN = '{"ph":'  # the first characters of each line. A name does not have them: its quotes are escaped
 
 
 class Events(NamedTuple):
@@ -37,7 +37,7 @@ def read(paths: Iterable[str]) -> Events:
             event = _parsed(text)
             if event is None:
                 torn += 1
-                text = text[max(0, text.rfind(_BEGIN)) :]  # another process appends to a line that was cut
+                text = text[max(0, text.rfind(_BEGIN)) :]  # the line that another process has appended to it
                 event = _parsed(text)
             if event is None:
                 continue

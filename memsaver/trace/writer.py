@@ -71,7 +71,7 @@ class Writer:
     def flush(self) -> None:
         """Writes the events so far."""
         with self._writing:
-            if self._ended:  # the number of the closed file may be that of another file
+            if self._ended:  # the file is closed, and its number may be that of another file
                 return
             try:
                 text = "".join([make() for make in self._taken()])

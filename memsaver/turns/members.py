@@ -50,7 +50,7 @@ class Ready:
     pooled: bool
     discarded: tuple[str, ...] = ()
     derived: tuple[tuple[str, str, str], ...] = ()
-    _active: tuple[str, ...] | None = field(default=None, repr=False)  # of the tags that are to resume
+    _active: tuple[str, ...] | None = field(default=None, repr=False)  # tags to resume that are active already
 
     def _resumes(self, tags: Iterable[str]) -> list[str]:
         """Those of these tags that the resume of the turn brings back. Empty if the member does not say."""

@@ -68,9 +68,10 @@ def write(text: str) -> Path:
             with open(file, "w", encoding="utf-8", errors="replace") as opened:
                 opened.write(text)
         except OSError:
-            os.unlink(path)  # the doctor shows the last report
+            os.unlink(path)  # else the doctor would show a part of a report
             raise
-        others = [each for each in written() if each != Path(path)]  # the clock may have been put back
+        # If the clock was put back, this report is not the last one by name.
+        others = [each for each in written() if each != Path(path)]
         for each in others[: 1 - _KEPT]:
             each.unlink(missing_ok=True)  # another process removes files too
     except OSError as error:

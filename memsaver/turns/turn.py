@@ -218,7 +218,7 @@ class RunningTurn:
         for rank, result in {**resumed.results, **resumed.errors}.items():
             tags = list(result.resumed) if isinstance(result, (Transition, Error)) else []
             if not isinstance(result, Transition) and rank not in silent:
-                # An override of resume() may fail after its regions have come, or return something else.
+                # An override of resume() may fail after its regions have come, or return no transition.
                 tags = list(dict.fromkeys([*tags, *ready[rank]._resumes(self._parts[rank].resident)]))
             if tags:
                 unrestored = {tag: "none" for tag in tags if not again.restores(rank.role, tag)}

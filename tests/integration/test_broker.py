@@ -152,7 +152,7 @@ def test_a_client_with_many_chunks_rejoins_in_several_packets(broker: Local) -> 
 
 
 def test_a_pool_with_more_than_its_capacity_has_nothing_free(broker: Local) -> None:
-    """Clients of an earlier broker with a larger one have brought it."""
+    """Clients of an earlier broker, whose capacity was larger, bring more memory than this broker's capacity."""
     client = broker.client(bring=False)
     client.bring(*((number, LARGE) for number in range(1, 6)))
     client.look()
@@ -553,7 +553,7 @@ def test_a_broker_whose_files_were_removed_leaves_those_of_the_next_one(broker: 
 
 
 def test_a_broker_whose_lock_file_was_removed_still_counts(elsewhere: Running) -> None:
-    """As by a cleaner of /tmp. It is the one of its device, and is stopped."""
+    """A cleaner of /tmp may remove it. The broker stays the only one of its device, and can be stopped."""
     elsewhere.path.with_suffix(".lock").unlink()
     for option in ((), ("--detach",)):
         other = elsewhere.run("broker", *option, "--device", "cpu")
@@ -565,7 +565,7 @@ def test_a_broker_whose_lock_file_was_removed_still_counts(elsewhere: Running) -
 
 
 def test_a_broker_starts_on_a_full_disk(empty: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk of its directory, where the lock has its pid."""
+    """The broker cannot write its pid into the lock file, which lies on this disk."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

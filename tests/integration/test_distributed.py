@@ -455,7 +455,7 @@ def test_values_arrive_as_they_were_sent() -> None:
         assert loads(dumps(value)) == value
 
     class Extended(Transition):
-        """As a member's own resume() may return."""
+        """A member's own resume() may return a derived class."""
 
     assert loads(dumps(Extended(paused=("a",)))) == Transition(paused=("a",))
     error = loads(dumps(memsaver.AttachedError("attached", tag="kv", holders=[(3, "python")])))

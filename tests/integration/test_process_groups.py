@@ -259,7 +259,7 @@ def check_open(guest: ProcessGroups, group: dist.ProcessGroup | None = None) -> 
 
 @on_ranks(1)
 def test_collectives_of_other_threads_do_not_disturb_a_pause(rank: int, file: str) -> None:
-    """They begin in any line of the look at the pending ones."""
+    """A collective of another thread may begin in any line of pending()."""
     guest = begin(rank, 1, file)
     works = [dist.all_reduce(torch.ones(2), async_op=True) for _ in range(3)]
 

@@ -386,7 +386,7 @@ def test_a_storage_is_kept_from_each_send_to_its_receipt_and_by_receivers(owner:
 
 
 def test_a_storage_over_the_memory_of_another_is_sent_as_one_with_it(owner: Worker, other: Worker) -> None:
-    """Such as torch.from_dlpack() makes."""
+    """torch.from_dlpack() makes a second storage over the memory of a tensor."""
     owner.run("second = torch.from_numpy(weights.numpy())")
     send(owner, other, "second")
     other.run("first = sent")

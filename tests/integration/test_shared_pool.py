@@ -585,7 +585,7 @@ def test_a_broker_that_refuses_or_sends_malformed_messages_is_left() -> None:
 
 
 def test_signals_do_not_prolong_the_wait_for_a_broker_that_hangs() -> None:
-    """A timer's signal, as of a profiler, comes more often than the wait is long."""
+    """The timer of a profiler sends signals at intervals that are shorter than the wait."""
     with without_broker() as (worker, path):
         silent = FakeBroker(str(path), Message("welcome"))
         worker.run("signal.signal(signal.SIGALRM, lambda *_: None); signal.setitimer(signal.ITIMER_REAL, 1, 1)")
@@ -594,7 +594,7 @@ def test_signals_do_not_prolong_the_wait_for_a_broker_that_hangs() -> None:
 
 
 def test_a_broker_whose_queue_of_connections_is_full_is_not_waited_for() -> None:
-    """As of one that is stopped: connect() has no bound of its own."""
+    """The queue of a stopped broker fills up. connect() has no bound of its own."""
     with without_broker() as (worker, path):
         full = FakeBroker(str(path), Message("welcome"))
         full.channel.listen(0)

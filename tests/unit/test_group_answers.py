@@ -140,7 +140,7 @@ def test_contents_of_a_late_resume_count_as_not_written(group: Group, members: l
 
 
 def test_contents_of_a_rank_that_seemed_to_die_count_as_not_written(members: list[Any]) -> None:
-    """Its answer may have been lost on the way. An actor that restarts refuses its first call."""
+    """Perhaps only the answer of the rank was lost. An actor that restarts refuses its first call."""
 
     class Actor(MemberRank):
         starts = False
@@ -191,7 +191,7 @@ def test_members_pause_again_with_the_time_of_the_whole_turn(
 
 
 def test_late_tags_have_the_time_of_the_whole_turn(members: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drain that takes most of it leaves next to nothing for their waits."""
+    """The resume of other tags takes the whole timeout. The late tags have the whole timeout all the same."""
     monkeypatch.setattr(plan_module, "_COMPLETE_S", 30.0)
     member, resume = members[0], members[0].resume
 

@@ -187,7 +187,7 @@ def test_regions_resumed_for_writing_are_paused_without_contents_if_the_turn_fai
 
 
 def test_a_member_whose_override_of_resume_fails_pauses_again_what_it_has_resumed(make: Make) -> None:
-    """So the next turn brings the tags back anew, and the override can do its work for them."""
+    """The next turn resumes these tags again, so that the override can do its work."""
     pair = Pair(make)
     for fails, other in (("rebuild", ""), ("own call", ""), ("return", "resume")):
         for before, weights in (("rollout", "active"), ("none", "paused")):
@@ -195,7 +195,7 @@ def test_a_member_whose_override_of_resume_fails_pauses_again_what_it_has_resume
             pair.enter(before)
             pair.engine.fails, pair.trainer.fails = fails, other
             pair.refuses("sync", "could not resume .*: (OSError|BackupError): not now")
-            assert pair.states == [weights, "paused", "paused"]  # what was resident before stays
+            assert pair.states == [weights, "paused", "paused"]  # the tags that were active before the turn stay active
     pair.engine.fails = pair.trainer.fails = ""
     pair.enter("sync")
     pair.enter("rollout")

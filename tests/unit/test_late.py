@@ -208,7 +208,7 @@ def test_a_turn_ends_before_late_and_lingering_tags_have_moved_and_the_next_one_
 
 
 def test_a_turn_in_which_all_tags_of_a_rank_linger_waits_for_the_last_one_too(make: Make) -> None:
-    """And takes a preparation back that its member has not committed: the tag would wait for it."""
+    """The turn also takes back a preparation that its member has not committed: the pause of the tag waits for it."""
     ray = pytest.importorskip("memsaver.ray", reason="needs ray")
 
     class Failing(ray.Colocated):  # type: ignore[misc,name-defined]

@@ -289,7 +289,7 @@ def test_children_without_the_sentinel_and_their_children_are_found(
 def test_a_child_whose_status_cannot_be_read_leaves_no_descriptor(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For lack of descriptors: each failed scan would keep one more."""
+    """A scan fails for lack of descriptors. It must not keep one."""
     process, write = world.client()
     world.fork()
     world.kill(process.pid)

@@ -138,7 +138,7 @@ def test_random_correct_sequences_give_no_alarm(make: Make) -> None:
 
 
 def test_memory_between_the_rows_of_a_tensor_and_beside_it_is_not_its_own(make: Make) -> None:
-    """Such as the padding of rows, which no kernel reads, and another use of the same allocation."""
+    """Bytes beside a tensor are the padding of rows, which no kernel reads, or other tensors of the allocation."""
     region = make()
     module: Any = nn.Module()
     module.views = [

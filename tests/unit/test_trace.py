@@ -291,7 +291,7 @@ draw([(0.0, {{"engine: \\u6a21": 1.0}}), (1.0, {{}})], Path({str(path)!r}))
 
 
 def test_an_event_that_comes_while_a_trace_ends_is_written_to_no_other_file(tmp_path: Path) -> None:
-    """A file that is opened after the end of the trace has its number."""
+    """A file that is opened after the end of the trace may get the number of the trace's descriptor."""
     writer = Writer(str(tmp_path / "run.json"))
     writer.event("B", "phase", "rollout")
     writer.flush()
@@ -454,7 +454,7 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_file_system_without_locks_has_the_trace(file: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as that of a cluster, which is mounted without them."""
+    """The file system of a cluster may be mounted without locks."""
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")

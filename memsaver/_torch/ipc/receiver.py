@@ -252,7 +252,7 @@ class Receiver:
         except ReceiveError as error:
             if error.reason == "exited":
                 with self._lock:
-                    self._owners.pop(use.place.address, None)  # which this call made again
+                    self._owners.pop(use.place.address, None)  # _owner() has added it again
             return error.reason not in ("timeout", "exhausted")
         except Exception as error:  # this process lacks descriptors, for instance
             log.debug("the use of a received tensor has not ended yet, and is tried again: %s", error)

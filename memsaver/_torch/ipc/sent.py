@@ -61,7 +61,7 @@ class SentStorages:
             if sent is None:
                 sent = Sent(secrets.token_hex(16), *place, weak=StorageWeakRef(storage))
             self._by_place[place] = self._by_token[sent.token] = sent
-            # Of the one that is kept: there may be several over this memory, as torch.from_dlpack() makes them.
+            # torch.from_dlpack() makes further storages over the same memory: `weak` is of the one that is kept.
             sent.storage, sent.weak = storage, StorageWeakRef(storage)
             sent.pending += 1
         return sent

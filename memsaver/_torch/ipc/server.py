@@ -159,7 +159,7 @@ class Sender:
         if number in self.claims or message.text.count("\n") < 2:
             raise MalformedError(f"claim {number} exists already, or has no token, device and tag")
         token, device_uuid, tag = message.text.split("\n", 2)
-        # Without a name for the storage: the traceback of an error would keep it until the answer has been sent.
+        # No variable refers to the storage: the traceback of an error would keep it until the answer has been sent.
         sent = self.sent.claim(token, device_uuid, tag, residence)[0]
         if not number:  # a receipt of a storage that the receiver has already
             self.sent.unclaim(sent)
